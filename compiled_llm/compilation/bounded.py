@@ -9,21 +9,25 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
+
+import torch
 
 from compiled_llm.compat.torch.dynamo import (
     BackendError,
     DynamoError,
     RecompileLimitError,
     compile_whole,
+    compiled_code,
     graph_count,
-    is_compiled_for,
     reason_of,
 )
+from compiled_llm.compat.torch.gate import loading, tracing
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.torch_compile.compile_error import CompileError
-from compiled_llm.compilation.torch_compile.compile_only import CompiledOnlyError, compiles_only, compiling_only
+from compiled_llm.compilation.torch_compile.compile_only import compiling_only
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -31,29 +35,72 @@ logger = logging.getLogger("compiled_llm.graphs")
 class Bounded:
     """A program that is compiled until torch's limit is reached, and runs uncompiled from then on."""
 
+    # A call checks the guards of what is compiled, and runs that code itself. What ``torch.compile`` returns is called
+    # to compile, and to run nothing: it asks flags of the process, which another thread may have set.
+
     def __init__(
-        self, function: Callable[..., Any], backend: Inductor, falls_back: bool = True, name: str = "", ahead: str = ""
+        self,
+        function: Callable[..., Any],
+        backend: Inductor,
+        device: torch.device,
+        falls_back: bool = True,
+        name: str = "",
+        ahead: str = "",
     ) -> None:
         """Compile at the first call; ``falls_back`` says whether the function, ``own_copy``'s, may run uncompiled."""
         # ``name`` and ``ahead`` are the program's, for the error if artifacts lack it.
         self._function, self._name, self._ahead = function, name, ahead
-        self._backend, self._falls_back = backend, falls_back
+        self._backend, self._device, self._falls_back = backend, device, falls_back
+        self._ran: set[CodeType] = set()  # code whose kernels are loaded
         self.full = False  # whether torch's limit is reached
         self.uncompiled = 0  # how many calls have run uncompiled since
 
     def __call__(self, *arguments: Any) -> Any:
         """Run a graph that fits, or a new one, else the function itself, if it may, or raise CompileError."""
-        if not self.full or is_compiled_for(self._function, self._by_name(arguments)):
-            try:
-                return self._compiled(*arguments)
-            except RecompileLimitError:
-                self._note_limit()
-            except BackendError as error:  # nothing in the model's forward
-                if (missing := reason_of(error, NotInArtifactsError)) is not None:
-                    raise missing.of_program(self._name, self._ahead) from None
-                raise
-            except DynamoError as error:
-                raise CompileError.of(self._function.__name__, error) from None
+        if (code := self._code_for(arguments)) is None:
+            self._check_falls_back()
+            self.uncompiled += 1
+            return self._function(*arguments)
+        if code.__code__ in self._ran:
+            return code(*arguments)
+        with loading(self._device):
+            result = code(*arguments)
+        self._ran.add(code.__code__)
+        return result
+
+    def compile(self, *arguments: Any) -> None:
+        """Compile for these arguments, and run nothing; errors as those of a call."""
+        if self._code_for(arguments) is None:
+            self._check_falls_back()
+
+    def _code_for(self, arguments: tuple[Any, ...]) -> FunctionType | None:
+        """Return the code of a graph that fits, compiled now if there is none; None once torch compiles no more."""
+        named = self._by_name(arguments)
+        code = compiled_code(self._function, named)
+        if code is not None or self.full:
+            return code
+        with tracing():
+            if (code := compiled_code(self._function, named)) is None:  # no other thread has compiled it meanwhile
+                self._compile(arguments)
+                code = compiled_code(self._function, named)
+        if code is None and not self.full:
+            raise RuntimeError(f"torch.compile has left {self._function.__name__} uncompiled, and says no reason")
+        return code
+
+    def _compile(self, arguments: tuple[Any, ...]) -> None:
+        try:
+            with compiling_only():
+                self._compiled(*arguments)
+        except RecompileLimitError:
+            self._note_limit()
+        except BackendError as error:  # nothing in the model's forward
+            if (missing := reason_of(error, NotInArtifactsError)) is not None:
+                raise missing.of_program(self._name, self._ahead) from None
+            raise
+        except DynamoError as error:
+            raise CompileError.of(self._function.__name__, error) from None
+
+    def _check_falls_back(self) -> None:
         if not self._falls_back:
             raise RuntimeError(
                 f"batch_invariant=True: {self._function.__name__} was compiled as often as torch does it "
@@ -61,15 +108,6 @@ class Bounded:
                 "has other bits; keep what changes in a tensor, or call model.compiled.warmup() to compile for what "
                 "holds now"
             )
-        if compiles_only():
-            raise CompiledOnlyError
-        self.uncompiled += 1
-        return self._function(*arguments)
-
-    def compile(self, *arguments: Any) -> None:
-        """Compile for these arguments, and run nothing; errors as those of a call."""
-        with compiling_only():
-            self(*arguments)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., Any]:

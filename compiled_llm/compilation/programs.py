@@ -108,6 +108,13 @@ class PreparedCall(NamedTuple):
             return self
         return self._replace(code=ran or self.code or compiled_code(self.function, self.arguments))
 
+    def compiling_nothing(self) -> PreparedCall:
+        """Return the call by the code that is compiled for it, or raise RuntimeError if there is none."""
+        call = self.unguarded(None)
+        if call.code is None and not (call.interpreted or call.kept is not None):
+            raise RuntimeError(f"{self.function.__name__} is not compiled for these arguments, and a capture is open")
+        return call
+
     def bound(self) -> Callable[[], Any]:
         """Return what makes the call."""
         return functools.partial(self.code or self.program, *self.arguments.values())
@@ -212,7 +219,7 @@ class Programs:
             backend = backend.recorded(self._recorder.compile, self._recorder.keep)
         if self.outlines_layers and not self._hooks and self._config.traces_layers_once_on(self._device.type):
             self._outlines[program.name] = Outline(function, self._version, self._following)
-        return compiled(program, function, self._config, backend)
+        return compiled(program, function, self._config, self._device, backend)
 
     def _layers_in_region(self) -> int:
         if not self.cuts_regions:
@@ -464,9 +471,9 @@ def _mark_symbolic(arguments: Arguments) -> None:
 
 
 def compiled(
-    program: Program, function: Callable[..., Any], config: WrapConfig, backend: Inductor
+    program: Program, function: Callable[..., Any], config: WrapConfig, device: torch.device, backend: Inductor
 ) -> Callable[..., Any]:
     """Return a program's function compiled as ``config.mode`` says."""
     if config.mode == "eager":
         return function
-    return Bounded(function, backend, not config.batch_invariant, program.name, program.ahead)
+    return Bounded(function, backend, device, not config.batch_invariant, program.name, program.ahead)

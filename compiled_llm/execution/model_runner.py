@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.step_key import StepKey
@@ -375,8 +376,7 @@ class ModelRunner:
         """Give the memory of pages and states back, while there are no rows and engines keep no texts."""
         # What CUDA graphs have of their addresses stays true. Nothing runs until ``take_pages_again``.
         self.end_captures()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for_device(self.device)
         self.graph_manager.has_pages = False
         self.prefixes.clear()  # with what is kept beside them
         self.state.kv_memory.give_back()
@@ -389,8 +389,7 @@ class ModelRunner:
     def release(self) -> None:
         """Give device memory back, even if this is still referenced; it has no rows, and nothing runs afterwards."""
         self.end_captures()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for_device(self.device)
         self.graph_manager.release()
         self.steps.sampling_graphs.release()
         self.prefill.brought_room.release()

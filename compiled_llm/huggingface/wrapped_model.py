@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from compiled_llm.compat.cache_names import gives_cache, taking_old_names
 from compiled_llm.compat.huggingface import is_huggingfaces, reads_chosen_implementations
 from compiled_llm.compat.known_functions import caller_of_inside
+from compiled_llm.compat.torch.dynamo import is_traced
 from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.limits import whole_limit
@@ -55,7 +56,7 @@ class WrappedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, by a forward of the user's if it has one, which need not call ours."""
         call, model = super().__call__, cast(PreTrainedModel, self)  # type: ignore[misc]
-        if torch.compiler.is_compiling() or current_call.get() is not None:
+        if is_traced() or current_call.get() is not None:
             return call(*args, **kwargs)
         forget_restored_forward(model)
         if (own := own_forward(model)) is None:

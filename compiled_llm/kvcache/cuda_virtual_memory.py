@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compat.torch.capturing import when_nothing_is_captured
+from compiled_llm.compat.torch.gate import GATE
 
 _SUPPORTED = 102
 """``CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED``."""
@@ -150,7 +150,7 @@ def unsupported(device: torch.device) -> str | None:
 def _end(device: torch.device, address: _Address, length: int, mapped: _Mapped) -> None:
     """Give memory and addresses back, once no kernel can be using them."""
     # The garbage collector calls this in any thread, at any time.
-    when_nothing_is_captured(functools.partial(_unmap, device, address, length, mapped))
+    GATE.when_nothing_is_captured(functools.partial(_unmap, device, address, length, mapped))
 
 
 def _unmap(device: torch.device, address: _Address, length: int, mapped: _Mapped) -> None:

@@ -145,7 +145,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
             raise RuntimeError("call plan() before run()")
         self._types.check(q_nope, ckv_cache)
         # A graph has one shape for all batches: it is not to have another for each number of tokens.
-        if not torch.compiler.is_compiling() and q_nope.shape[0] != self._tokens:
+        if not torch.compiler.is_dynamo_compiling() and q_nope.shape[0] != self._tokens:
             raise ValueError(f"q_nope must have {self._tokens} tokens, as planned; got {tuple(q_nope.shape)}")
         heads, rank, rope = self._sizes
         wanted = {

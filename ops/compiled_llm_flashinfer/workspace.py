@@ -163,7 +163,7 @@ class PlannedPrefill(PlannedRun):
         if window_left is not None and window_left != self._how.window_left:
             raise ValueError(f"window_left must be {self._how.window_left}, as planned; got {window_left}")
         # A graph has one shape for all batches: it is not to have another for each number of tokens.
-        if not torch.compiler.is_compiling() and q.shape[0] != self._tokens:
+        if not torch.compiler.is_dynamo_compiling() and q.shape[0] != self._tokens:
             raise ValueError(f"q must have {self._tokens} tokens, as planned with qo_indptr; got {tuple(q.shape)}")
         return self._table
 

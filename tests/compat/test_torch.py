@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -23,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compiled_llm.compat.torch import capturing, cudagraph_trees, modes, profiler, stages, tensors
 from support.compile_once import compile_once
-from support.in_threads import in_thread, start
+from support.in_threads import in_thread
 
 pytestmark = pytest.mark.core
 
@@ -207,101 +205,6 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
         assert graph.calls[-1] == "reset"
         assert capturing._ended_badly.pop() is graph, "it may be asked for as long as the process lives"
     assert (told, capturing._ended_badly) == (["ended", "released"] * 2, [])
-
-
-class Captured:
-    """A graph whose capture is nothing."""
-
-    def capture_begin(self, pool, capture_error_mode):
-        pass
-
-    def capture_end(self):
-        pass
-
-    def reset(self):
-        pass
-
-
-def captured(launch):
-    return capturing.captured_into(Captured(), (0, 1), torch.device("cuda", 0), launch)
-
-
-def test_who_waits_for_the_device_is_called_when_no_thread_captures():
-    called: list[str] = []
-
-    def launch():
-        capturing.when_nothing_is_captured(lambda: called.append("by the thread that captures"))
-        in_thread(lambda: capturing.when_nothing_is_captured(lambda: called.append("by another one")))
-        captured(lambda: None)  # its end is not that of the last one
-        assert not called
-        return 7
-
-    capturing.when_nothing_is_captured(lambda: called.append("before"))
-    assert called == ["before"]
-    called.clear()
-    assert captured(launch) == 7
-    assert sorted(called) == ["by another one", "by the thread that captures"]
-
-    def fail():
-        launch()
-        raise ValueError("no launch")
-
-    called.clear()
-    with pytest.raises(ValueError, match="no launch"):
-        captured(fail)
-    assert len(called) == 2
-
-
-def test_no_capture_begins_while_somebody_waits_for_the_device():
-    """Four threads capture and wait; what the garbage collector calls may come in the midst of either."""
-    captures, waits, overlaps = [], [], []
-
-    def wait(depth=0):
-        waits.append(1)
-        if depth == 0:
-            capturing.when_nothing_is_captured(lambda: wait(1))
-        time.sleep(0.0002)
-        overlaps.extend(captures)
-        waits.pop()
-
-    def launch():
-        captures.append(1)
-        overlaps.extend(waits)
-        time.sleep(0.0002)
-        captures.pop()
-
-    def work():
-        for _ in range(50):
-            captured(launch)
-            capturing.when_nothing_is_captured(wait)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not overlaps
-    assert not capturing._underway._later
-
-
-def test_a_forked_process_does_not_wait_for_threads_of_its_parent():
-    held, forked = threading.Event(), threading.Event()
-
-    def hold():
-        with capturing._underway._lock:
-            held.set()
-            forked.wait(60)
-
-    holder = start(hold)
-    held.wait()
-    child = os.fork()
-    if not child:
-        signal.alarm(60)  # it would wait for ever
-        capturing.when_nothing_is_captured(lambda: None)
-        os._exit(0)
-    forked.set()
-    holder.result()
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_graphs_without_generators_can_tell_the_allocator():

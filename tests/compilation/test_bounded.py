@@ -107,7 +107,7 @@ def test_a_graph_that_fits_is_used_after_the_limit_too():
         compiles.append(graph)
         return graph.forward
 
-    program = Bounded(function, backend)  # type: ignore[arg-type]
+    program = Bounded(function, backend, torch.device("cpu"))  # type: ignore[arg-type]
     for factor in (1.0, 2.0, 3.0, 1.0, 2.0):
         module.factor = factor
         assert program(module, torch.ones(2)).tolist() == [factor] * 2

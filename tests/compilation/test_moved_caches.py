@@ -45,7 +45,7 @@ def compiled_at(folder: Path, notice: CompilingNotice) -> Tensor:
     backend = Inductor({"post_grad_custom_post_pass": notice}, layers_in_region=0, compile_graph=compile_graph)
     try:
         with torch.no_grad():
-            result = Bounded(function, backend)(torch.ones(3, 3))
+            result = Bounded(function, backend, torch.device("cpu"))(torch.ones(3, 3))
         assert dynamo.tracing_seconds([function]) > 0
     finally:
         dynamo.forget([function])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from compiled_llm.compat.torch.capturing import captured_into, new_graph
+from compiled_llm.compat.torch.gate import tuned_alone
 
 _LAUNCHES = 20  # of one tiling in a graph, one after the other
 _REPLAYS = 5  # of that graph; the fastest counts
@@ -25,6 +26,17 @@ def time_kernels_in_graphs() -> None:
     setattr(CachingAutotuner, "bench", timed_in_a_graph(CachingAutotuner.bench))  # noqa: B010
 
 
+@functools.cache
+def let_inductor_time_alone() -> None:
+    """Let nothing be captured, from now on, while Inductor times kernels in any way: it waits for the whole device."""
+    from torch._inductor.runtime import benchmarking
+
+    kinds = [kind for kind in vars(benchmarking).values() if isinstance(kind, type) and torch.cuda.is_available()]
+    for kind in kinds:
+        for name in {"benchmark_gpu", "benchmark_gpu_with_cuda_graph"} & {*vars(kind)}:
+            setattr(kind, name, tuned_alone(vars(kind)[name]))
+
+
 def timed_in_a_graph(bench: Callable[..., float]) -> Callable[..., float]:
     """Return Inductor's ``bench`` of one tiling, in milliseconds, with launches in a graph."""
     # Kernels that a user has written, and tilings that spill registers, are left to Inductor, which may refuse them.
@@ -34,7 +46,7 @@ def timed_in_a_graph(bench: Callable[..., float]) -> Callable[..., float]:
         if self.device_props.type != "cuda" or self.custom_kernel or launcher.n_spills != 0:
             return bench(self, launcher, *args, **kwargs)
         overwritten, named = self.clone_args(*args, **kwargs)
-        return _milliseconds(launcher, overwritten, named)
+        return tuned_alone(_milliseconds)(launcher, overwritten, named)
 
     return timed
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from compiled_llm.compat.forks import lock
+from compiled_llm.compat.torch.gate import GATE
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -40,12 +40,26 @@ def new_graph() -> Graph:
     return GraphWithoutGenerators()
 
 
-def captured_into(graph: Graph, pool: Any, device: torch.device, launch: Callable[[], Outputs]) -> Outputs:
-    """Capture ``launch``, which must not wait, on this thread's stream; RuntimeError if an operation cannot be."""
+def captured_into(
+    graph: Graph,
+    pool: Any,
+    device: torch.device,
+    launch: Callable[[], Outputs],
+    finish: Callable[[], None] | None = None,
+) -> Outputs:
+    """Capture ``launch``, which must not wait, on this thread's stream.
+
+    Args:
+        finish: brings the capture to its end if it goes on in time slices; other threads call it that need the device.
+
+    Raises:
+        CaptureBrokenError: another thread has waited for the device; the same capture may succeed if it is tried again.
+        RuntimeError: an operation in it cannot be captured.
+    """
     # Unlike in ``torch.cuda.graph``, nothing waits for the device, and the allocator keeps its cached memory. Whatever
     # fails, this thread and the allocator can go on, but with another ``pool``, one of
     # ``torch.cuda.graph_pool_handle``.
-    with _underway.one_more():
+    with GATE.entered("capture", device, finish):
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -55,6 +69,12 @@ def captured_into(graph: Graph, pool: Any, device: torch.device, launch: Callabl
                     _end(graph, pool, device)
                 raise
             _end(graph, pool, device)
+        except RuntimeError as error:
+            graph.reset()
+            # A call of this thread's that cannot be captured raises another error, and is the first to raise any.
+            if _INVALIDATED in str(error):
+                raise CaptureBrokenError(str(error)) from error
+            raise
         except BaseException:
             graph.reset()
             raise
@@ -73,44 +93,13 @@ def _end(graph: Graph, pool: Any, device: torch.device) -> None:
         raise
 
 
-def when_nothing_is_captured(wait: Callable[[], None]) -> None:
-    """Call what waits for the device, and must not raise: now, or when the captures of ``captured_into`` have ended."""
-    # CUDA refuses such a wait while any thread captures, and lets the capture fail. The thread that ends the last
-    # capture may call it.
-    _underway.call_later(wait)
+class CaptureBrokenError(RuntimeError):
+    """Another thread has waited for the whole device while this one captured: it says nothing about the capture."""
 
 
-class _CapturesUnderway:
-    """A count of the captures underway, and the calls that wait until there are none."""
+_INVALIDATED = "previous error during capture"
+"""The words of cudaErrorStreamCaptureInvalidated: a capture was ended by a call before the one that raises it."""
 
-    def __init__(self) -> None:
-        # Reentrant: the garbage collector may run in a thread that has the lock, and call ``call_later``.
-        self._lock = lock()
-        self._count = 0
-        self._later: list[Callable[[], None]] = []
-
-    @contextmanager
-    def one_more(self) -> Iterator[None]:
-        with self._lock:  # a wait for the device that has begun ends first
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._count -= 1
-            self._call()
-
-    def call_later(self, wait: Callable[[], None]) -> None:
-        self._later.append(wait)
-        self._call()
-
-    def _call(self) -> None:
-        with self._lock:
-            while self._later and not self._count:
-                self._later.pop()()
-
-
-_underway = _CapturesUnderway()
 
 _CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 _AUTO_FREE_ON_LAUNCH, _USE_NODE_PRIORITY = 1, 8

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -90,11 +90,51 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
     # it refers to: a model's tensors and pages. Compiled code keeps its own backend alive.
     from torch._dynamo.eval_frame import cached_backends
 
-    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+    with _asked_of_own_thread():
+        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
     for key, remembered in list(cached_backends.items()):
         if getattr(remembered, "compiler_fn", None) is backend:
             del cached_backends[key]
     return compiled
+
+
+@contextmanager
+def _asked_of_own_thread() -> Iterator[None]:
+    """Let what ``torch.compile`` returns in the block raise only if its own thread traces with ``torch.fx``."""
+    # It asks a flag of the process, which AOTAutograd sets in each compilation of any thread: a call of another one
+    # would be refused. It takes the function that answers along.
+    from torch.fx import _symbolic_trace
+
+    asked = _symbolic_trace.is_fx_symbolic_tracing
+
+    def traces_here() -> bool:
+        return asked() and torch._C._len_torch_dispatch_stack() > 0
+
+    setattr(_symbolic_trace, "is_fx_symbolic_tracing", traces_here)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(_symbolic_trace, "is_fx_symbolic_tracing", asked)  # noqa: B010
+
+
+def dynamo_alone() -> AbstractContextManager[object]:
+    """Return a context in which no other thread compiles: Dynamo holds this lock while it does, ``torch.fx`` too."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def is_traced() -> bool:
+    """Return whether this call is traced, by Dynamo or by an export of this thread."""
+    # ``torch.compiler.is_compiling`` says so of the process: from torch 2.13 on it is true in all threads while one of
+    # them traces. Dynamo takes the first question for a constant.
+    return torch.compiler.is_dynamo_compiling() or _exports_here()
+
+
+def _exports_here() -> bool:
+    from torch._guards import TracingContext
+
+    return torch.compiler.is_exporting() and TracingContext.try_get() is not None
 
 
 def leave_unguarded(attributes: Collection[str]) -> None:
@@ -221,7 +261,7 @@ def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> 
     return compiled_code(function, arguments) is not None
 
 
-def compiled_code(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any] | None:
+def compiled_code(function: Callable[..., Any], arguments: dict[str, Any]) -> FunctionType | None:
     """Return the code of a function of ``own_copy``'s for arguments by name, which it takes in order; None if none."""
     # It checks no guards: those hold now. To call the function would check them again.
     for entry in _entries(function):

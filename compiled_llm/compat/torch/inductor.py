@@ -21,7 +21,7 @@ from torch._logging._internal import LazyString
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.compat.signals import interrupts_blocked
-from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs
+from compiled_llm.compat.torch.autotuning import let_inductor_time_alone, time_kernels_in_graphs
 from compiled_llm.compat.torch.compilers import compile_to_the_end, compilers_uninterrupted
 from compiled_llm.compat.torch.dynamo import drop
 from compiled_llm.env import replaced
@@ -58,6 +58,7 @@ def compile_with_inductor(
     make_kernels_wait_first()
     describe_ops_for_readers_only()
     time_kernels_in_graphs()
+    let_inductor_time_alone()
     keep_probes_from_current_folder()
     compile_to_the_end()
     with compilers_uninterrupted():

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from compiled_llm.compat.torch.capturing import Graph, captured_into, new_graph
+from compiled_llm.compat.torch.capturing import CaptureBrokenError, Graph, captured_into, new_graph
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.graphs.step_table import Cost
@@ -28,6 +28,10 @@ from compiled_llm_ops.attention.left_out import capture_of_this_thread
 from compiled_llm_ops.kernels.counters import CapturedCounters, zeroed_counters
 
 Outputs = TypeVar("Outputs")
+
+
+TIMES_BROKEN = 10
+"""How often a capture is tried again at once that another thread has broken, which is no failure of its own."""
 
 
 class CapturedGraph(Generic[Outputs]):
@@ -99,17 +103,22 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, launch: Callable[[], Outputs]) -> CapturedGraph[Outputs]:
-        """Capture ``launch`` while no other capture runs; otherwise as ``begin``, or raise RuntimeError."""
+        """Capture ``launch`` while the model has no other capture; otherwise as ``begin``, or raise RuntimeError."""
         wait_for(self._device)
         torch.cuda.empty_cache()  # a pool grows only by what is free
-        underway = self.begin(launch)
-        try:
-            self.finish()
-            return underway.result()
-        except BaseException:  # an interrupt, too: it is captured to its end then
-            abandon(underway)
-            self.finish()
-            raise
+        for attempt in range(TIMES_BROKEN + 1):
+            underway = self.begin(launch)
+            try:
+                self.finish()
+                return underway.result()
+            except CaptureBrokenError:
+                if attempt == TIMES_BROKEN:
+                    raise
+            except BaseException:  # an interrupt, too: it is captured to its end then
+                abandon(underway)
+                self.finish()
+                raise
+        raise AssertionError("the last attempt returns or raises")
 
     def begin(
         self, launch: Callable[[], Outputs], check: Callable[[], None] = lambda: None
@@ -137,7 +146,7 @@ class GraphCapture:
         launch = launch if self._in_pieces else _pausing(launch, pause)
         try:
             with torch.no_grad(), torch.cuda.stream(self._place.stream), zeroed_counters.owned_by(self._counters):
-                outputs = captured_into(graph, self._pool, self._device, launch)
+                outputs = captured_into(graph, self._pool, self._device, launch, self._place.thread.finish)
         except BaseException:
             self._counters.give_back(self._counters.taken())
             self.take_new_pool()

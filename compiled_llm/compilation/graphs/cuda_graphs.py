@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.torch.capturing import CaptureBrokenError
 from compiled_llm.compat.torch.cudagraph_trees import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
-from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture, abandon
+from compiled_llm.compat.torch.gate import GATE
+from compiled_llm.compilation.graphs.capture import TIMES_BROKEN, CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
 from compiled_llm.compilation.graphs.step_key import STEPS, StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, Cost, StepTable
@@ -59,6 +61,7 @@ class _Underway(NamedTuple):
     captured: Future[CapturedGraph[StepOutputs]]
     step: StepToCapture
     shared: int
+    broken: int = 0  # how often another thread has broken it
 
 
 class CudaGraphs:
@@ -123,11 +126,11 @@ class CudaGraphs:
             self._wanted.add(key, begin, padded)
             self.table.changed()  # steps that repeat themselves would leave it no time
 
-    def begin(self, key: StepKey, step: StepToCapture) -> None:
+    def begin(self, key: StepKey, step: StepToCapture, broken: int = 0) -> None:
         """Begin to capture a step; ``run_capture_slices`` continues, and ``adopt`` adds the result."""
         launch, shared = self._prepared(key, step)
         assert self._capturer is not None
-        self._underway = _Underway(key, self._capturer.begin(launch, step.check), step, shared)
+        self._underway = _Underway(key, self._capturer.begin(launch, step.check), step, shared, broken)
 
     @property
     def background_captures(self) -> bool:
@@ -138,8 +141,9 @@ class CudaGraphs:
     def run_capture_slices(self, ended: Callable[[], bool], settled: bool = True) -> None:
         """Capture missing graphs until their time has ``ended``, once evicted ones that made room have."""
         # ``settled`` if the steps to come are likely to be as the last one.
+        # While some thread traces or needs the device for itself, none begins: steps do without for so long.
         goes_on = self._underway is not None
-        if not goes_on and self.table.release_ended():
+        if not goes_on and GATE.admits("capture", self._device) and self.table.release_ended():
             next_step, self._half_begun = self._half_begun or self._wanted.take(settled), None
             if next_step is not None:
                 self._begin_with(*next_step)
@@ -174,6 +178,13 @@ class CudaGraphs:
         self.table.changed()  # also if it has failed: steps need leave no time any more
         try:
             captured = underway.captured.result()
+        except CaptureBrokenError as error:
+            if underway.broken < TIMES_BROKEN:
+                logger.debug("the capture of a %s was broken by another thread, and begins again: %s", key, error)
+                self.begin(key, underway.step, underway.broken + 1)
+            else:
+                self._note_failure(key, error)
+            return
         except Exception as error:
             self._note_failure(key, error)
             return

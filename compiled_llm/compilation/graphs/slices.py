@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
 from typing import Literal, TypeVar
 
 import torch
@@ -58,7 +60,8 @@ class SlicedThread:
         future: Future[T] = Future()
         threads = torch.get_num_threads()
         with self._changed:
-            self._job, self._state = lambda: self._complete(future, job, threads), "waiting"
+            run = functools.partial(copy_context().run, self._complete, future, job, threads)
+            self._job, self._state = run, "waiting"
         return future
 
     def run_slice(self, seconds: float = SLICE, patience: float | None = PATIENCE) -> None:

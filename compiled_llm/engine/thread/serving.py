@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from typing import Any
 
+from compiled_llm.compat.contexts import callers_context
 from compiled_llm.engine.thread.arrivals import Arrivals
 
 
@@ -23,7 +25,8 @@ class ServingThread:
     def start(self) -> None:
         """Start the thread, unless it runs; one that has died is replaced."""
         if self.thread is None or not self.thread.is_alive():
-            self.thread = threading.Thread(target=_serve, args=self._arguments, name="compiled_llm engine", daemon=True)
+            serve = functools.partial(callers_context().run, _serve, *self._arguments)
+            self.thread = threading.Thread(target=serve, name="compiled_llm engine", daemon=True)
             self.thread.start()
 
     def join(self) -> None:

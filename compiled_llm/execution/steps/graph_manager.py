@@ -310,5 +310,5 @@ def _find_guards(guards: Checks, call: PreparedCall, paged: _Paged) -> None:
 def _launch(call: PreparedCall, paged: _Paged, first: Callable[[], None]) -> StepOutputs:
     with paged():
         first()
-        outputs: StepOutputs = call()
+        outputs: StepOutputs = call.compiling_nothing()()
         return outputs

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable
 
+from compiled_llm.compat.contexts import callers_context
 from compiled_llm.compat.forks import HomeProcess
 from compiled_llm.compat.torch.dynamo import reason_of
-from compiled_llm.compat.torch.generators import generators_left_alone
+from compiled_llm.compat.torch.process_settings import settings_left_alone
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -25,16 +27,15 @@ class CompilingThread:
     def __init__(self, compile: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
         """Begin to ``compile``; ``failed`` is called with its error, of any kind, unless it was interrupted."""
         self._home, self._interrupted = HomeProcess(), False
-        self._thread = threading.Thread(
-            target=self._run, args=(compile, failed), name="compiled_llm compilation", daemon=True
-        )
+        run = functools.partial(callers_context().run, self._run, compile, failed)
+        self._thread = threading.Thread(target=run, name="compiled_llm compilation", daemon=True)
         if not _ending.is_set():
             _all.add(self)
             self._thread.start()
 
     def _run(self, compile: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
         try:
-            with generators_left_alone():
+            with settings_left_alone():
                 compile()
         except BaseException as error:  # any: the model may be anything. Answers go on without what it compiles
             if not self._interrupted:

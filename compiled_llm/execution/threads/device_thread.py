@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -172,7 +174,7 @@ class DeviceThread:
         if _exiting.is_set():
             threading.Event().wait()  # for ever: only a daemon thread gets here, and the interpreter is about to go
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        job = _Job(lambda: function(*args, **kwargs), stream)
+        job = _Job(functools.partial(copy_context().run, lambda: function(*args, **kwargs)), stream)
         with deferred():
             self._worker.put(job)
             try:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.progress import ProgressDisplay
@@ -195,5 +196,4 @@ class _Stopwatch:
 
     def _synchronize(self) -> None:
         self._model_runner.end_captures()
-        if self._cuda:
-            torch.cuda.synchronize(self._model_runner.device)
+        wait_for_device(self._model_runner.device)

@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from compiled_llm.compat.contexts import of_one_call
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import Path
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
@@ -32,7 +33,7 @@ class GenerateCall:
         return cls([] if outer is None else outer.taken, custom=custom)
 
 
-current_call: ContextVar[GenerateCall | None] = ContextVar("current_call", default=None)
+current_call: ContextVar[GenerateCall | None] = of_one_call(ContextVar("current_call", default=None), None)
 """None outside ``generate``; forwards inside it are not counted one by one."""
 
 

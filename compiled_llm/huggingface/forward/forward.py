@@ -19,8 +19,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from compiled_llm.compat.cache_names import output_field
+from compiled_llm.compat.contexts import of_one_call
 from compiled_llm.compat.huggingface import columns_in
-from compiled_llm.compat.torch.dynamo import dynamo_watches
+from compiled_llm.compat.torch.dynamo import dynamo_watches, is_traced
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
@@ -49,13 +50,13 @@ from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
 from compiled_llm.model.version.model_version import Placement
 
-_counted: ContextVar[list[str] | None] = ContextVar("counted", default=None)
+_counted: ContextVar[list[str] | None] = of_one_call(ContextVar("counted", default=None), None)
 """The paths that forwards inside a forward of the user's were counted on."""
 
 
 def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the compiled forward if it can serve the call, else the class's own."""
-    if torch.compiler.is_compiling() or dynamo_watches():  # the user's own torch.compile or torch.export
+    if is_traced() or dynamo_watches():  # the user's own torch.compile or torch.export
         self._note_outer_compile()
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled

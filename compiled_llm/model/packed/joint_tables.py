@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
 
 _TABLES = ("scales", "zeros")
@@ -52,8 +53,7 @@ def join(group: Sequence[StandInLinear]) -> None:
                 place, size = part.select(-1, number).t(), table.size()
                 table.data = bare.set_(whole.untyped_storage(), place.storage_offset(), size, place.stride())
             start += own.out_features
-        if whole.is_cuda:
-            torch.cuda.synchronize(whole.device)  # other streams may read it from now on
+        wait_for_device(whole.device)  # other streams may read it from now on
 
 
 def bytes_of(group: Sequence[StandInLinear]) -> int:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.compat.torch.tensors import is_wrapper, storage_owners
 from compiled_llm.model.packed import joint_tables
 from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
@@ -157,8 +158,7 @@ def _move(stack: Sequence[Tensor], holders: Sequence[Sequence[Tensor]]) -> None:
             )
             for _, start, held in _each(stack, holders)
         ]
-        if whole.is_cuda:
-            torch.cuda.synchronize(whole.device)  # all reads of the old storages are done before these are freed
+        wait_for_device(whole.device)  # all reads of the old storages are done before these are freed
         for (_, _, held), view in zip(_each(stack, holders), views, strict=True):
             held.data = view
     if whole.is_cuda:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.compat.torch.tensors import fake_linear, storage_owners, version_of
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -124,7 +125,7 @@ class FusedWeights:
         """Give each weight a storage of its own again; there are no groups afterwards."""
         for stack in (stack for group in self.groups for stack in self.stacks(group)):
             if is_one(stack) and _owns_storage(stack):
-                finish(stack[0].device)
+                wait_for_device(stack[0].device)
                 for parameter in stack:
                     parameter.data = parameter.data.clone()
         self.groups = []
@@ -184,14 +185,8 @@ def _owns_storage(stack: Sequence[Tensor]) -> bool:
 def _move_together(stack: Sequence[Tensor]) -> None:
     with torch.no_grad():
         whole = torch.cat([parameter.data for parameter in stack])
-    finish(whole.device)
+    wait_for_device(whole.device)  # all reads of the old storage, on any stream, are done before it is freed
     for parameter, part in zip(stack, whole.split([len(parameter) for parameter in stack]), strict=True):
         parameter.data = part
     if whole.is_cuda:
         torch.cuda.empty_cache()  # the allocator would keep what the next group, being larger, cannot use
-
-
-def finish(device: torch.device) -> None:
-    """Wait for the device: all reads of the old storage, on any stream, must be done before it is freed."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

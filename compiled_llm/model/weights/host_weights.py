@@ -11,9 +11,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.compat.torch.tensors import is_wrapper
 from compiled_llm.model.version.tensors import tensors_in_dataclass, tensors_inside
-from compiled_llm.model.weights.fused_weights import finish
 
 _HOST = torch.device("cpu")
 _MOVABLE = ("Params4bit", "Int8Params")
@@ -26,7 +26,7 @@ class HostWeights:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """Move all that lies on ``device`` to the host; if that fails, with a ValueError, nothing has moved."""
         self._device = device
-        finish(device)
+        wait_for_device(device)
         moving = _named_on(model, device)
         _check_movable(moving)
         self._stayed = frozenset(name for name in _named(model) if name not in moving)
@@ -37,7 +37,7 @@ class HostWeights:
         coming = {name: tensor for name, tensor in _named_on(model, _HOST).items() if name not in self._stayed}
         _check_movable(coming)
         _move([*coming.values()], self._device)
-        finish(self._device)  # other streams may read them from now on
+        wait_for_device(self._device)  # other streams may read them from now on
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

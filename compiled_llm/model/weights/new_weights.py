@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.huggingface import Misfits, load_checkpoint
+from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.model.weights.config_of_weights import check_config, method_of
-from compiled_llm.model.weights.fused_weights import finish
 from compiled_llm.model.weights.weights_folder import StoredTensor, read_config, stored_tensors
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -52,12 +52,12 @@ class NewWeights:
         present: dict[str, Any] = self._model.state_dict(keep_vars=True)
         if any(present.get(name) is not tensor for name, tensor in self._own.items()):
             raise RuntimeError("update_weights: tensors of the model were replaced meanwhile; call it again")
-        finish(self._model.device)
+        wait_for_device(self._model.device)
         for name, tensor in self._new.items():
             own = self._own[name]
             with torch.inference_mode(own.is_inference()), torch.no_grad():
                 own.copy_(tensor)
-        finish(self._model.device)  # other streams may read them from now on
+        wait_for_device(self._model.device)  # other streams may read them from now on
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

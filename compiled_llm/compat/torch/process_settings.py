@@ -1,7 +1,8 @@
-"""Keeps a thread that compiles from putting the process's random numbers back to where they were when it began."""
+"""Keeps a thread that compiles from putting settings of the process back to what they were when it began."""
 
-# Dynamo remembers the states of the process's generators while it traces, and sets them again at the end. What other
-# threads have drawn meanwhile, they would draw once more: two requests without seeds would get the same one.
+# Dynamo remembers the states of the process's generators, its default dtype, and how exact its matmuls are while it
+# traces, and sets them again at the end. What other threads have drawn meanwhile, they would draw once more: two
+# requests without seeds would get the same one. What a user has set meanwhile would be lost.
 # It ends when torch no longer does so in threads: as of torch 2.15 it does.
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ _SETTERS: tuple[tuple[Any, str], ...] = (
     (random, "setstate"),
     (torch.random, "set_rng_state"),
     (torch.cuda, "set_rng_state"),
+    (torch, "set_default_dtype"),
+    (torch, "use_deterministic_algorithms"),
+    (torch._C, "_set_fp32_precision_setter"),
 )
-"""The functions by which Dynamo restores generators; it looks each up in its module at every call."""
+"""The functions by which Dynamo restores them; it looks each up in its module at every call."""
 
 _threads: set[int] = set()
 """Those that set nothing."""
@@ -31,8 +35,8 @@ _lock = lock()
 
 
 @contextmanager
-def generators_left_alone() -> Iterator[None]:
-    """Let calls of this thread that set the state of a generator do nothing in the block."""
+def settings_left_alone() -> Iterator[None]:
+    """Let calls of this thread that set one of these do nothing in the block."""
     thread = threading.get_ident()
     with _lock:
         _threads.add(thread)
@@ -51,7 +55,7 @@ def generators_left_alone() -> Iterator[None]:
 
 
 class _Setter:
-    """Sets the state of a generator for other threads."""
+    """Sets one of them for other threads."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.own = own
