@@ -49,7 +49,7 @@ class StepToCapture(NamedTuple):
 
     check: Callable[[], None]  # finds ``guards``, and raises if ``launch`` would compile; any thread may call both
     launch: Callable[[], StepOutputs]  # runs it
-    like: StepOutputs | None  # its outputs; None if it has not run since the last eviction
+    like: StepOutputs  # its outputs, of its last run
     guards: Checks  # of the compiled program in it
     filled: Filled | None = None  # its input, if that is filled before each replay
 
@@ -224,7 +224,7 @@ class CudaGraphs:
         before, launch = self._shared_bytes(), step.launch
         outputs = self._outputs_of(key)
         if outputs is not None:
-            launch = outputs.writing(launch, key, step.like)
+            launch = outputs.writing(launch, step.like)
         return launch, self._shared_bytes() - before
 
     def _note_failure(self, key: StepKey, error: Exception) -> None:
@@ -244,11 +244,6 @@ class CudaGraphs:
         """Return where a step leaves its outputs; None if its graph has its own."""
         name = "all logits" if key.phase == "scoring" else "pooled" if key.pools else "logits"
         return self._outputs.get(name)
-
-    def can_begin(self, key: StepKey) -> bool:
-        """Whether a step can be captured that has never run: the place of its outputs is known."""
-        outputs = self._outputs_of(key)
-        return outputs is None or outputs.nbytes > 0
 
     def _shared_bytes(self) -> int:
         return sum(outputs.nbytes for outputs in self._outputs.values())

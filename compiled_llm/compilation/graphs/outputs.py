@@ -8,8 +8,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.step_key import StepKey
-
 Emitted: TypeAlias = Mapping[int | str, Tensor]
 """Outputs of a step besides logits, ``[T, ...]``: hidden states by layer number, and what hooks emit, by name."""
 
@@ -33,11 +31,9 @@ class SharedOutputs:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def writing(
-        self, launch: Callable[[], StepOutputs], key: StepKey, like: StepOutputs | None
-    ) -> Callable[[], StepOutputs]:
-        """Return the same launch, which leaves its outputs here; ``like``: earlier ones, if not overwritten."""
-        logits, tokens = self._first(*key.outputs) if like is None else self._views(like)
+    def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs) -> Callable[[], StepOutputs]:
+        """Return the same launch, which leaves its outputs here; ``like`` are earlier ones."""
+        logits, tokens = self._views(like)
 
         def launch_and_copy() -> StepOutputs:
             outputs = launch()

@@ -426,12 +426,12 @@ class Prefill:
         return tokens if shape is None else shape.tokens
 
     def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
-        """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
+        """Run a shape that has only run in a larger one over rows of padding; return what begins its capture."""
+        # What kernels do in their first launch cannot be captured.
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
-        self._planner.plan_prefill(table, shape)
-        inputs, filled = self._in_new_tensors(shape, packed, self._brought_to(shape, []))
-        return functools.partial(self._capture, shape, inputs, filled, None, background=True)
+        _, capture = self._launched(shape, packed, table, self._brought_to(shape, []))
+        return functools.partial(capture, background=True)
 
     def _run_shape(
         self,
@@ -466,16 +466,22 @@ class Prefill:
         self, shape: StepKey, packed: Packed, table: HostTable, brought: BroughtInputs | None, background: bool
     ) -> StepOutputs:
         """Launch a padded prefill over new tensors, and capture it, now or in the ``background``."""
+        outputs, capture = self._launched(shape, packed, table, brought)
+        if background:
+            self._cuda_graphs.want(shape, functools.partial(capture, background=True))
+        else:
+            capture(background=False)
+        return outputs
+
+    def _launched(
+        self, shape: StepKey, packed: Packed, table: HostTable, brought: BroughtInputs | None
+    ) -> tuple[StepOutputs, Callable[..., None]]:
+        """Launch a padded prefill over new tensors; return its outputs, and what captures it."""
         inputs, filled = self._in_new_tensors(shape, packed, brought)
         self._upload(packed, table, shape, filled)
         _unpack(inputs, filled)
         outputs = self._launch(inputs)
-        capture = functools.partial(self._capture, shape, inputs, filled, outputs, background)
-        if background:
-            self._cuda_graphs.want(shape, capture)
-        else:
-            capture()
-        return outputs
+        return outputs, functools.partial(self._capture, shape, inputs, filled, outputs)
 
     def _padded(
         self, shape: StepKey, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
@@ -511,7 +517,7 @@ class Prefill:
         return inputs, filled
 
     def _capture(
-        self, shape: StepKey, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | None, background: bool
+        self, shape: StepKey, inputs: PrefillInputs, filled: Tensor, like: StepOutputs, background: bool
     ) -> None:
         own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
         first = functools.partial(_unpack, inputs, filled)

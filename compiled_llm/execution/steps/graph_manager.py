@@ -230,13 +230,13 @@ class GraphManager:
         self,
         key: StepKey,
         inputs: StepInputs,
-        like: StepOutputs | None,
+        like: StepOutputs,
         first: Callable[[], None] = _nothing,
         filled: Filled | None = None,
         background: bool = False,
     ) -> None:
         """Capture a step that has run before, unless it may have run uncompiled: nothing would guard that."""
-        # ``like`` are its outputs, None if it may never have run; ``first`` launches the kernels before the program, in
+        # ``like`` are its outputs; ``first`` launches the kernels before the program, in
         # any thread; ``filled`` is filled before each replay. In the ``background`` steps go on, and
         # ``CudaGraphs.adopt`` takes it over.
         if self.programs.full(inputs):

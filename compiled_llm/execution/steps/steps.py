@@ -119,7 +119,7 @@ class Steps:
 
     def want_padded(self, wanted: StepKey, key: StepKey, begin: Begin) -> None:
         """If a step runs in a larger one, let ``begin`` begin its capture while steps go on."""
-        if key != wanted and self._cuda_graphs.can_begin(wanted):
+        if key != wanted:
             self._cuda_graphs.want(wanted, begin, padded=True)
 
     def is_ready(self, step: StepKey) -> bool:
@@ -294,9 +294,14 @@ class Steps:
         return self._program(step)()
 
     def _begin_capture(self, step: StepKey) -> None:
-        """Begin to capture a step that may never have run, over rows of padding."""
+        """Begin to capture a step that has only run in a larger one, once it has run over rows of padding."""
+        # What kernels do in their first launch cannot be captured.
+        manager = self._graph_manager
         self.buffers.plan_padding(step)
-        self._capture(step, None)
+        arguments = manager.arguments(self.buffers.of_padding(step))
+        with manager.paged():
+            outputs: StepOutputs = manager.programs.prepared(arguments).compiling_nothing()()
+        self._capture(step, outputs)
 
-    def _capture(self, step: StepKey, like: StepOutputs | None, background: bool = True) -> None:
+    def _capture(self, step: StepKey, like: StepOutputs, background: bool = True) -> None:
         self._graph_manager.capture(step, self.buffers.of(step), like, background=background)
