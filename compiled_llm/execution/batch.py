@@ -62,7 +62,7 @@ class Extension(NamedTuple):
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:
         """Return an extension at the positions that follow the row's last."""
-        return cls(row, ids, row.position + np.arange(len(ids)), is_last)
+        return cls(row, ids, row.exact_position + np.arange(len(ids)), is_last)
 
     @property
     def is_next(self) -> bool:
@@ -79,6 +79,8 @@ class Extension(NamedTuple):
 class TokenSpan(NamedTuple):
     """New tokens of a row that a launch computes next to each other: ``size`` of them, from the row's ``first``."""
 
+    # ``first`` is an upper bound while drafts of the row are unread; one that has drafts gives nothing besides tokens.
+
     row: Row
     first: int
     size: int
@@ -86,7 +88,7 @@ class TokenSpan(NamedTuple):
 
 def last_tokens(rows: Sequence[Row], size: int = 1) -> list[TokenSpan]:
     """Return the last tokens of rows, already grown by them."""
-    return [TokenSpan(row, row.length - size, size) for row in rows]
+    return [TokenSpan(row, row.length_at_most - size, size) for row in rows]
 
 
 class Tap:

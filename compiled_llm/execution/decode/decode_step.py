@@ -136,12 +136,12 @@ class DecodeStep:
         if self._entering is None:
             self._entering = {}
             for row in self.rows:
-                self._entering.setdefault((self.repeats - row.length) % self._page_size, []).append(row)
+                self._entering.setdefault((self.repeats - row.exact_length) % self._page_size, []).append(row)
         for row in self._entering.get(self.repeats % self._page_size, ()):
             row.enter_page()
         for row in self.rows:
-            row.position += 1
-            row.length += 1
+            row.position_at_most += 1
+            row.length_at_most += 1
         self.repeats += 1
         self._room -= 1
 
@@ -152,9 +152,9 @@ class DecodeStep:
         accepted = AcceptedTokens(rows, self._new, self._readbacks.start(tokens), self._give_back)
         self.output, size = StepOutput(rows, logits, tokens, accepted=accepted), self._page_size
         for row in rows:  # no call for each: there may be hundreds, and most enter a page
-            row.position += new
-            row.length += new
-            while row.length > len(row.pages) * size:
+            row.position_at_most += new
+            row.length_at_most += new
+            while row.length_at_most > len(row.pages) * size:
                 row.pages.append(row.ahead.pop(0))
         self.repeats += new
         self._room -= new

@@ -133,7 +133,7 @@ class Rounds:
 
     def _size(self, rows: Sequence[Row]) -> int:
         """Return how many tokens each row feeds in next; 0 if that has to be read first."""
-        most = min([self._limits[row] - row.length for row in rows])
+        most = min([self._limits[row] - row.length_at_most for row in rows])
         new = self._drafts.rule.size(rows)
         return new if new <= most else int(most > 0)
 
