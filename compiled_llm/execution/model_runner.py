@@ -183,15 +183,15 @@ class ModelRunner:
         return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        rows, new = batch.decode, batch.new_tokens if batch.taps else 1
+        rows, new = batch.decode, batch.new_tokens
         self.state.slots.ensure(rows)
-        for tap in batch.taps:
-            tap.entering(rows)
+        if batch.drafting is not None:
+            batch.drafting.entering(rows)
         if batch.tokens is None:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.wants if batch.taps else ())
+        wanted = persistent.step_for(rows, new, batch.wants)
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
@@ -208,7 +208,7 @@ class ModelRunner:
             spans = last_tokens(rows, new)
             for tap in batch.taps:
                 tap.launched(spans, outputs.emitted)
-        output = persistent.commit(rows, launch, period, batch.taps)
+        output = persistent.commit(rows, launch, period, batch)
         if batch.taps or persistent.deferred.deferring:
             persistent.deferred.add(output, batch.taps, new if output.accepted is not None else 1)
         return output

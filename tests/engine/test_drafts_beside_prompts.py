@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop, Mixed
+from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.requests.outputs import RequestOutput
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, wrapped
 from support.execution.drafters import let_sizes_turn
@@ -53,3 +55,33 @@ def test_prompts_beside_drafts_change_no_token(mixed: Mixed, seed: int, monkeypa
         assert list(output.token_ids) == huggingfaces(output.prompt_token_ids, len(output.token_ids))
     assert list(outputs[0].token_ids) == list(expected[0].token_ids)
     assert list(outputs[-1].token_ids) == list(expected[-1].token_ids)
+
+
+def test_prompts_with_hidden_states_run_beside_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch of prompts gives what these ask for, and that of rows with drafts gives none of it."""
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: True))
+    let_sizes_turn(monkeypatch)
+    wanted: list[tuple[str, ...]] = []
+    make_ready = Prefill.make_ready
+
+    def noting(self: Prefill, *args: Any, **options: Any) -> None:
+        wanted.append(options["wants"])
+        make_ready(self, *args, **options)
+
+    monkeypatch.setattr(Prefill, "make_ready", noting)
+    prompts = np.random.default_rng(seed).integers(3, 90, (4, 9)).tolist()
+    found = []
+    with Engine(wrapped(max_batch_size=8), max_num_seqs=8, speculative_config=NGRAMS) as engine:
+        for prompt in prompts[2:]:
+            first = engine.submit(prompts[0], greedy(TOKENS))
+            next(iter(first))
+            wanted.clear()
+            hidden = [-1] if prompt is prompts[3] else None
+            beside = [engine.submit(prompt, greedy(4), hidden_states=hidden), engine.submit(prompts[1], greedy(1))]
+            found += [first.result(PATIENCE), *(handle.result(PATIENCE) for handle in beside)]
+            assert {*wanted} <= ({(), ("hidden_states",)} if hidden else {()})
+        assert (drafts := engine.stats().drafts) is not None
+        assert drafts.draft_tokens > 0
+    for output in found:
+        assert list(output.token_ids) == huggingfaces(output.prompt_token_ids, len(output.token_ids))
+    assert len(found[4].hidden_states[-1]) == 9 + 4 - 1

@@ -27,7 +27,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.accepted import AcceptedTokens
-from compiled_llm.execution.batch import Batch, StepOutput, Tap
+from compiled_llm.execution.batch import Batch, Drafting, StepOutput
 from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
@@ -55,11 +55,15 @@ NOT_ACCEPTED = -2
 # ---- any guesses, over a naive device
 
 
-class DraftTap(Tap):
+class NaiveDrafting:
     """Asks for a step of ``new_tokens`` a row."""
+
+    wants = ()
 
     def __init__(self, new_tokens: int) -> None:
         self.new_tokens = new_tokens
+
+    def entering(self, rows: Sequence[Row]) -> None: ...
 
 
 class DraftingDevice(NaiveDevice):
@@ -82,7 +86,7 @@ class DraftingDevice(NaiveDevice):
         for entry in batch.extend:
             assert isinstance(entry.row, Row)
             self.exact.setdefault(entry.row, entry.row.length_at_most)
-        new = max([tap.new_tokens for tap in batch.taps if isinstance(tap, DraftTap)], default=1)
+        new = batch.new_tokens
         if new == 1:
             return self._plain(batch, persistent)
         decoded = self._drafted(batch.decode, new)
@@ -187,15 +191,15 @@ class NaiveDrafts:
 
     def __init__(self, numbers: Sequence[int], device: DraftingDevice) -> None:
         self._numbers, self._device = numbers, device
-        self._taps = {number: DraftTap(number) for number in {*numbers}}
+        self._drafting = {number: NaiveDrafting(number) for number in {*numbers}}
 
     def new_tokens(self, requests: Sequence[Request], step: int) -> int:
         if all(request.constraint is not None for request in requests):
             return 1
         return self._numbers[self._device.drafted // 3 % len(self._numbers)]
 
-    def tap(self, plan: StepPlan) -> Tap:
-        return self._taps[plan.new_tokens]
+    def drafting(self, plan: StepPlan) -> Drafting:
+        return self._drafting[plan.new_tokens]
 
     def read(self, accepted: NaiveAccepted) -> list[list[int]]:
         self._device.drafted += 1

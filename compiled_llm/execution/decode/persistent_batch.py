@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import StepOutput, Tap
+from compiled_llm.execution.batch import Batch, StepOutput
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.growth import sync_lengths
@@ -140,8 +140,8 @@ class PersistentBatch:
             or any((row.exact_length - 1) % self._page_size == 0 for row in rows)
         )
 
-    def commit(self, rows: Sequence[Row], launch: Launch, period: object, taps: Sequence[Tap] = ()) -> StepOutput:
-        """Make the step that has just run, of rows grown by what they fed in, so that it can be run again."""
+    def commit(self, rows: Sequence[Row], launch: Launch, period: object, batch: Batch) -> StepOutput:
+        """Make the step of a batch that has just run, whose rows have grown, so that it can be run again."""
         # ``period`` is of ``StepValidity``, before the rows grew.
         rows = list(rows) if self.step is None else self.step.rows
         for row in rows:
@@ -151,7 +151,7 @@ class PersistentBatch:
             self._wanted, self.bucket = launch.wanted, launch.key.rows
         self._advanced += launch.new_tokens
         feed = functools.partial(self._buffers.feed, len(rows), launch.key)
-        of_loop = self._state, period, self.deferred, self._readbacks, taps
+        of_loop = self._state, period, self.deferred, self._readbacks, batch.taps, batch.drafting
         self.step = DecodeStep(rows, launch, self._room(rows), feed, *of_loop)
         self._logits = None
         return self.step.output

@@ -140,8 +140,8 @@ class Rounds:
     def _batch(self, rows: list[Row], new: int) -> Batch:
         known = self._batches.get(new)
         if known is None or known.decode is not rows:
-            taps = (self._drafts.tap(new),) if new > 1 else ()
-            known = self._batches[new] = Batch(decode=rows, promise=self._loop.promise, taps=taps)
+            drafting = self._drafts.drafting(new) if new > 1 else None
+            known = self._batches[new] = Batch(decode=rows, promise=self._loop.promise, drafting=drafting)
         return known
 
     def _read(self) -> None:

@@ -181,7 +181,7 @@ class Playing:
         return [found[0], *sorted(found[1:], key=lambda own: own.begins)]
 
     def _prompt(self, tokens: int) -> Asked:
-        """Return a request for a text that repeats itself, a random one, one that goes on from an earlier, or a picture."""
+        """Return a request for a text that repeats itself or goes on from an earlier one, or a picture."""
         draw, length = self._draw, self._draw.randint(*self._subject.sizes.prompts)
         if self._subject.name == "images" and draw.random() < 0.7:
             words = draw.choices(range(3, 100), k=length)
