@@ -62,7 +62,7 @@ class Extension(NamedTuple):
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:
         """Return an extension at the positions that follow the row's last."""
-        return cls(row, ids, row.position + np.arange(len(ids)), is_last)
+        return cls(row, ids, row.exact_position + np.arange(len(ids)), is_last)
 
     @property
     def is_next(self) -> bool:
@@ -79,6 +79,8 @@ class Extension(NamedTuple):
 class TokenSpan(NamedTuple):
     """New tokens of a row that a launch computes next to each other: ``size`` of them, from the row's ``first``."""
 
+    # ``first`` is an upper bound while drafts of the row are unread; one that has drafts gives nothing besides tokens.
+
     row: Row
     first: int
     size: int
@@ -86,18 +88,13 @@ class TokenSpan(NamedTuple):
 
 def last_tokens(rows: Sequence[Row], size: int = 1) -> list[TokenSpan]:
     """Return the last tokens of rows, already grown by them."""
-    return [TokenSpan(row, row.length - size, size) for row in rows]
+    return [TokenSpan(row, row.length_at_most - size, size) for row in rows]
 
 
 class Tap:
     """A watcher of steps, called in the model's executor; nothing that it overrides may wait for the device."""
 
     wants: tuple[str, ...] = ()  # outputs of the model that steps give it besides logits, by HuggingFace's names
-    new_tokens = 1  # of each row that decodes, if the step is to feed in more than the one in its slot
-    watches = True  # hears of launches, and of what was sampled
-
-    def entering(self, rows: Sequence[Row]) -> None:
-        """Hear of rows with slots before a decode step of them that is made anew; one that is repeated says nothing."""
 
     def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
         """Copy what a launch has emitted: ``[T, ...]`` each, until the next launch."""
@@ -109,8 +106,18 @@ class Tap:
         # Of rows whose sampling is deferred once their tokens are sampled; of the others of the launch before.
 
 
+class Drafting(Protocol):
+    """What has the rows of a decode step feed in drafts; of these rows no tap is told anything besides tokens."""
+
+    wants: tuple[str, ...]  # as of ``Tap``
+    new_tokens: int  # that each row feeds in
+
+    def entering(self, rows: Sequence[Row]) -> None:
+        """Hear of rows with slots before a decode step of them that is made anew; one that is repeated says nothing."""
+
+
 def outputs_of(taps: Sequence[Tap]) -> tuple[str, ...]:
-    """Return what the steps of a batch give besides logits."""
+    """Return what launches that these watch give besides logits."""
     return tuple(sorted({want for tap in taps for want in tap.wants})) if taps else ()
 
 
@@ -126,16 +133,17 @@ class Batch(NamedTuple):
     # run both parts in one launch, ``decode`` as rows of the prefill; ``ModelRunner.can_mix`` says whether
     mixed: bool = False
     taps: Sequence[Tap] = ()  # who watches its launches
+    drafting: Drafting | None = None  # of the launch of ``decode`` alone
 
     @property
     def wants(self) -> tuple[str, ...]:
-        """The outputs that its steps give besides logits."""
-        return outputs_of(self.taps)
+        """The outputs that the launch of ``decode`` gives besides logits."""
+        return outputs_of(self.taps) if self.drafting is None else self.drafting.wants
 
     @property
     def new_tokens(self) -> int:
         """The tokens that each row of ``decode`` feeds in, q."""
-        return 1 if self.tokens is not None else max([tap.new_tokens for tap in self.taps], default=1)
+        return 1 if self.drafting is None else self.drafting.new_tokens
 
 
 class StepOutput(NamedTuple):

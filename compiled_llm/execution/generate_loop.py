@@ -92,8 +92,7 @@ class GenerateLoop:
         self, row: Row, tokens: NDArray[np.int64], max_new_tokens: int, sampling: Sampling | None = None
     ) -> None:
         """Continue a row of this loop with more tokens ``[Q]``, at least one; otherwise as ``admit``."""
-        sync_lengths([row])
-        row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
+        row.reserve(row.exact_length + len(tokens) + max(0, max_new_tokens - 1))
         row.leave_slot()
         self._pending.append((row, tokens, sampling))
 
@@ -289,7 +288,7 @@ class GenerateLoop:
         self._persistent.invalidate()
         self._thread.call(self.model_runner.fill, self.rows, stored, keys_and_values, states, self.promise)
         for row, position in zip(self.rows, positions, strict=True):
-            row.position = position
+            row.exact_position = position
 
     def stored(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return copies of a layer's keys and values for each row, each ``[K, length, D]``."""
@@ -366,7 +365,7 @@ class GenerateLoop:
 
     def _enter_settings(self) -> None:
         if new := [entry for entry in self._pending if entry[0].slot is None]:
-            settings = [sampling and _beginning(sampling, row.position + len(ids)) for row, ids, sampling in new]
+            settings = [sampling and _beginning(sampling, row.exact_position + len(ids)) for row, ids, sampling in new]
             self.model_runner.admit([row for row, _, _ in new], settings)
 
     def _extend(self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None) -> Tensor:
@@ -375,10 +374,8 @@ class GenerateLoop:
         return self.model_runner.extend(extensions, self.promise, keep, self._every_row.taps)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None) -> Tensor:
-        if positions is not None:
-            sync_lengths(self.rows)
         for row, position in zip(self.rows, positions or (), strict=positions is not None):
-            row.position = position
+            row.exact_position = position
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
         return self._last_logits()
 

@@ -47,7 +47,6 @@ from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.specs import token_bytes
-from compiled_llm.kvcache.table import Stored
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import attention_geometries, matrix_bytes, max_positions_of, weights_of_a_layer
@@ -185,15 +184,15 @@ class ModelRunner:
         return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        rows, new = batch.decode, batch.new_tokens if batch.taps else 1
+        rows, new = batch.decode, batch.new_tokens
         self.state.slots.ensure(rows)
-        for tap in batch.taps:
-            tap.entering(rows)
+        if batch.drafting is not None:
+            batch.drafting.entering(rows)
         if batch.tokens is None:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.wants if batch.taps else ())
+        wanted = persistent.step_for(rows, new, batch.wants)
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
@@ -210,7 +209,7 @@ class ModelRunner:
             spans = last_tokens(rows, new)
             for tap in batch.taps:
                 tap.launched(spans, outputs.emitted)
-        output = persistent.commit(rows, launch, period, batch.taps)
+        output = persistent.commit(rows, launch, period, batch)
         if batch.taps or persistent.deferred.deferring:
             persistent.deferred.add(output, batch.taps, new if output.accepted is not None else 1)
         return output
@@ -218,8 +217,8 @@ class ModelRunner:
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
         """Return whether one launch can run ``decode`` and ``extend``, whose rows are not yet grown."""
         queries = [1] * len(decode) + [len(extension.ids) for extension in extend]
-        rows: list[Stored] = [*decode, *(extension.row for extension in extend)]
-        lengths = [row.length + count for row, count in zip(rows, queries, strict=True)]
+        rows = [*decode, *_rows(extend)]
+        lengths = [row.length_at_most + count for row, count in zip(rows, queries, strict=True)]
         return bool(decode and extend) and self.prefill.is_one_launch(queries, lengths)
 
     @property
@@ -233,7 +232,7 @@ class ModelRunner:
             return False
         queries = [len(extension.ids) for extension in extend]
         alone, together = (self.prefill.tokens_computed(of) for of in (queries, [1] * len(decode) + queries))
-        kept = sum(row.length for row in decode) * self._token_bytes
+        kept = sum(row.length_at_most for row in decode) * self._token_bytes
         return MixedStep(self._matrix_bytes, alone, together, kept).pays
 
     def _as_one_launch(self, batch: Batch) -> Batch:
@@ -306,7 +305,7 @@ class ModelRunner:
         state.slots.ensure(rows)
         state.arena.flush()
         slots, positions = state.staging.to_device(
-            [state.slots.of(rows, len(rows)), np.array([row.position for row in rows], dtype=np.int64)]
+            [state.slots.of(rows, len(rows)), np.array([row.exact_position for row in rows], dtype=np.int64)]
         )
         step = StepOutput(rows, logits, sample(logits, slots, positions, state.slots.tables))
         persistent.record_sampled(step)
@@ -334,13 +333,13 @@ class ModelRunner:
         with grown(rows, counts, promise, self.state.copy_pages):
             yield
         for row, extension in zip(rows, extensions, strict=True):
-            row.position = int(extension.positions[-1]) + 1
+            row.exact_position = int(extension.positions[-1]) + 1
 
     def _check_positions(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        max_row_tokens = max([row.length + count for row, count in zip(rows, counts, strict=True)])
-        if max_row_tokens > self.max_positions and any(row.speculation.unread for row in rows):
-            sync_lengths(rows)
-            max_row_tokens = max([row.length + count for row, count in zip(rows, counts, strict=True)])
+        both = list(zip(rows, counts, strict=True))
+        if max([row.length_at_most + count for row, count in both]) <= self.max_positions:
+            return
+        max_row_tokens = max([row.exact_length + count for row, count in both])
         if max_row_tokens > self.max_positions:
             raise ValueError(
                 f"a row cannot grow to {max_row_tokens} tokens: the model has {self.max_positions} positions; "

@@ -81,7 +81,7 @@ def _texts(call: PagedCall) -> list[NDArray[np.int64]]:
     """Return the tokens that each row's pages hold once its prompt is computed, as far as they are known."""
     rows = call.cache.generate_loop.rows
     if call.prefilled_apart:
-        return [np.full(row.length, UNKNOWN, dtype=np.int64) for row in rows]
+        return [np.full(row.exact_length, UNKNOWN, dtype=np.int64) for row in rows]
     if not call.cache.seen:
         return call.tokens
     kept = map(np.flatnonzero, call.cache.stored)

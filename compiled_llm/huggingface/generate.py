@@ -34,7 +34,6 @@ from compiled_llm.compat.cache_names import output_field
 from compiled_llm.compat.huggingface import pad_token
 from compiled_llm.compat.known_functions import reads_tokens_alone
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
@@ -195,9 +194,8 @@ def trim_cache(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences
     # no further step. ``ends`` are the numbers of tokens when they ended, without rows that have gone on with pads.
     stored = sequences.generated - 1
     late: list[tuple[Row, NDArray[np.int64]]] = []
-    sync_lengths(rows)
     for row, length, answer in zip(rows, call.lengths, sequences.answers(), strict=True):
-        generated = min(stored, ends.get(row, stored), row.length - length)
+        generated = min(stored, ends.get(row, stored), row.exact_length - length)
         row.rewind(length + generated)
         if generated < stored:
             late.append((row, answer[generated:stored]))
@@ -205,7 +203,7 @@ def trim_cache(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences
         call.cache.generate_loop.extend(
             [row for row, _ in late],
             [tokens for _, tokens in late],
-            [row.position + np.arange(len(tokens)) for row, tokens in late],
+            [row.exact_position + np.arange(len(tokens)) for row, tokens in late],
         )
 
 

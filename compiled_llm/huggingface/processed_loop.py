@@ -82,7 +82,9 @@ class _Steps:
         new = list(zip(rows, begin_rows(call, rows), strict=True))
         if self._sequences.step_states is not None:
             self._sequences.step_states.begin(rows, [len(tokens) for _, tokens in new])
-        extended = [] if call.logits is not None else [(*one, one[0].position + np.arange(len(one[1]))) for one in new]
+        extended = (
+            [] if call.logits is not None else [(*one, one[0].exact_position + np.arange(len(one[1]))) for one in new]
+        )
         if self._twins is not None:
             extended += zip(twins, self._twins.tokens, self._twins.positions, strict=True)
         logits = [] if call.logits is None else [call.logits]
@@ -91,7 +93,7 @@ class _Steps:
         self._logits = torch.cat(logits) if len(logits) > 1 else logits[0]
         device = call.input_ids.device
         seeds = new_seeds(len(rows)).to(device) if call.config.do_sample else None
-        self._draws = Draws(seeds, torch.tensor([row.position for row in rows], device=device))
+        self._draws = Draws(seeds, torch.tensor([row.exact_position for row in rows], device=device))
 
     def sample(self) -> Tensor:
         """Process the last logits, and return ``[B]`` int64, the next tokens."""

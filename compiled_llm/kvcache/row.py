@@ -31,14 +31,16 @@ class Row:
     Rows may share pages. Full pages are only read; the last one is copied before a row writes into it.
 
     Attributes:
-        position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
+        length_at_most: how many tokens the pages hold; an upper bound while steps are unread that have drafts, of which
+            the device decides how many count. Who needs the number itself asks for ``exact_length``.
+        position_at_most: rotary position of the next token, which equals the length unless the caller numbers tokens
+            differently; likewise an upper bound, and ``exact_position`` the number itself.
         page_period: an object of its own for as long as the pages only grow, or go ahead and come back: of any two
             states in it, the pages of one are the first pages of the other.
         ahead: page numbers that it enters next; they are promised to it and hold nothing yet.
         slot: index of its state on the device, in the loop that runs it; None while no loop does.
         listed: how many of its page numbers, then of those ahead, are in its slot.
-        speculation: what makes length and position upper bounds, for which the row has the pages; what needs the exact
-            ones calls its ``sync`` first.
+        speculation: what makes length and position upper bounds, for which the row has the pages.
         states_listed: the ``period`` of its states whose entries are in its slot; None if they are not there.
     """
 
@@ -54,8 +56,8 @@ class Row:
             self._reserve_states()
         self.pages: list[int] = []
         self.page_period = object()  # tells rows apart as well, and keeps none alive
-        self.length = 0
-        self.position = 0
+        self.length_at_most = 0
+        self.position_at_most = 0
         self.ahead: list[int] = []
         self.slot: int | None = None
         self.listed = 0
@@ -71,23 +73,45 @@ class Row:
     def states(self) -> RowStates | None:
         """What it keeps besides pages, as of its length; None if that is nothing."""
         if self._states is not None:
-            self._states.has_grown(self.length)
+            self._states.has_grown(self.length_at_most)
         return self._states
 
     @property
     def entry(self) -> int:
         """The entry of its state; ``NO_ENTRY`` if it has no tokens, or no states."""
-        return NO_ENTRY if self.states is None else self.states.of(self.length)
+        return NO_ENTRY if self.states is None else self.states.of(self.length_at_most)
 
     @property
-    def least(self) -> int:
-        """How many tokens it has for certain, while ``length`` may be an upper bound."""
-        return self.length - self.speculation.most if self.speculation.unread else self.length
+    def exact_length(self) -> int:
+        """How many tokens the pages hold, waiting for steps that are unread if their drafts are among them."""
+        self.sync()
+        return self.length_at_most
 
     @property
-    def least_position(self) -> int:
-        """``position``, if of each step that is unread one token counts."""
-        return self.position - self.speculation.most if self.speculation.unread else self.position
+    def exact_position(self) -> int:
+        """Rotary position of the next token, waiting as ``exact_length``, be it read or set."""
+        self.sync()
+        return self.position_at_most
+
+    @exact_position.setter
+    def exact_position(self, position: int) -> None:
+        self.sync()  # what an unread step rejects would be taken from it
+        self.position_at_most = position
+
+    def sync(self) -> None:
+        """Have length and position exact, waiting for the steps that are unread."""
+        if self.speculation.unread:
+            self.speculation.sync()
+
+    @property
+    def length_at_least(self) -> int:
+        """How many tokens it has for certain."""
+        return self.length_at_most - self.speculation.most if self.speculation.unread else self.length_at_most
+
+    @property
+    def position_at_least(self) -> int:
+        """The position, if of each step that is unread one token counts."""
+        return self.position_at_most - self.speculation.most if self.speculation.unread else self.position_at_most
 
     @property
     def limit(self) -> int:
@@ -106,7 +130,7 @@ class Row:
     @property
     def room(self) -> int:
         """Tokens that the row can grow by before it enters another page."""
-        return len(self.pages) * self._pool.page_size - self.length
+        return len(self.pages) * self._pool.page_size - self.length_at_most
 
     def reserve(self, tokens: int) -> None:
         """Have room for ``tokens`` in all; OutOfPagesError if the missing pages or states are not available."""
@@ -136,7 +160,7 @@ class Row:
 
     def missing(self, tokens: int, kept: int | None = None) -> int:
         """Return how many pages ``tokens`` take beyond those taken and promised, if only ``kept`` present ones stay."""
-        pool, kept = self._pool, self.length if kept is None else kept
+        pool, kept = self._pool, self.length_at_most if kept is None else kept
         staying = pool.pages_for(kept)
         back = sum(pool.has_one_row(page) for page in self.pages[staying:])
         copied = int(tokens > kept and self._writes_into_shared(kept))
@@ -150,26 +174,26 @@ class Row:
         """Count ``tokens`` more as stored, in promised pages; return the copies to make first if a page is shared."""
         # OutOfPagesError, with nothing changed, if pages that were not promised are needed and not free.
         if self._states is not None and tokens:
-            self._states.has_grown(self.length)
-            self._states.grow(self.length, tokens)
+            self._states.has_grown(self.length_at_most)
+            self._states.grow(self.length_at_most, tokens)
         # Asked once: other threads may fork and free rows.
-        copies = tokens > 0 and self._writes_into_shared(self.length)
+        copies = tokens > 0 and self._writes_into_shared(self.length_at_most)
         if self._promised_copy and not copies:
             self._give_copy_back()
         if tokens <= self.room and not copies:  # as most rows do in most steps
-            self.length += tokens
+            self.length_at_most += tokens
             return ()
-        if self.speculation.unread and self.length + tokens > self.limit:  # a bound takes no page beyond promised ones
-            self.speculation.sync()
-        missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised)
+        if self.length_at_most + tokens > self.limit:  # a bound takes no page beyond promised ones
+            self.sync()
+        missing = max(0, self._pool.pages_for(self.length_at_most + tokens) - len(self.pages) - self._promised)
         missing += 1 - self._promised_copy if copies else 0
         if missing:
             self._pool.reserve(missing)
             self._reserved += missing
         self._reserved, self._promised_copy = self._reserved + self._promised_copy, 0
         made = self._unshare() if copies else ()
-        self.length += tokens
-        self.enter_pages(self.length)
+        self.length_at_most += tokens
+        self.enter_pages(self.length_at_most)
         return made
 
     def begin_as(self, other: Row, tokens: int) -> int:
@@ -180,9 +204,9 @@ class Row:
         other.enter_pages(self._pool.tokens_in(full))
         self._pool.share(other.pages[:full])
         self.pages, self.listed = other.pages[:full], 0
-        self.length = self.position = self._pool.tokens_in(full)
-        self.watch.changed(self.length)
-        return self.length
+        self.length_at_most = self.position_at_most = self._pool.tokens_in(full)
+        self.watch.changed(self.length_at_most)
+        return self.length_at_most
 
     def enter_pages(self, tokens: int) -> None:
         """Take the pages for ``tokens`` in all, promised before, that the row is about to grow by."""
@@ -201,7 +225,7 @@ class Row:
             OutOfPagesError: the row could not go on from its state, or in its last page; likewise.
         """
         if self.pages:
-            raise ValueError(f"a row of {self.length} tokens cannot begin again; free it, or take an empty one")
+            raise ValueError(f"a row of {self.length_at_most} tokens cannot begin again; free it, or take an empty one")
         length = self._pool.tokens_in(len(pages)) if tokens is None else tokens
         copied = int(length % self._pool.page_size > 0)
         self._pool.reserve(copied)
@@ -214,7 +238,7 @@ class Row:
             self.states.give_back(state)
         self._promised_copy = copied
         self.pages, self.listed = list(pages), 0
-        self.length = self.position = length
+        self.length_at_most = self.position_at_most = length
         self.watch.changed(length)
 
     def _give_copy_back(self) -> None:
@@ -252,23 +276,24 @@ class Row:
 
     def fork(self) -> Row:
         """Return another row with the same tokens in the same pages, without promised ones."""
-        self.speculation.sync()
+        self.sync()
         row = Row(self._pool, 0)
         if self.states is not None:
-            row._states = self.states.fork(self.length)
+            row._states = self.states.fork(self.length_at_most)
         self._pool.share(self.pages)
-        row.pages, row.length, row.position = list(self.pages), self.length, self.position
+        row.pages = list(self.pages)
+        row.length_at_most, row.position_at_most = self.length_at_most, self.position_at_most
         row.watch = self.watch.shared()
         return row
 
     def mark(self) -> tuple[int, int]:
         """Return the state to which ``restore`` goes back."""
-        return self.length + self.speculation.rejected, self._promised + len(self.pages)
+        return self.length_at_most + self.speculation.rejected, self._promised + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:
         """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays copied."""
         length, pages = mark
-        self._shrink(self.length + self.speculation.rejected - length)
+        self._shrink(self.length_at_most + self.speculation.rejected - length)
         self.watch.lost()  # a step may have failed in its middle
         extra = max(0, self._promised + len(self.pages) - pages)  # fewer if others share some of the pages
         self._pool.give_back((), reserved=extra)
@@ -276,20 +301,20 @@ class Row:
 
     def shrink(self, tokens: int) -> None:
         """Forget the last ``tokens``; pages left empty that no other row owns become promised ones again."""
-        if not 0 <= tokens <= self.length:
-            raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
+        if not 0 <= tokens <= self.exact_length:
+            raise ValueError(f"a row of {self.length_at_most} tokens cannot forget {tokens}")
         self._shrink(tokens)
         if tokens:
-            self.watch.changed(self.length)
+            self.watch.changed(self.length_at_most)
 
     def _shrink(self, tokens: int) -> None:
         if tokens and self.states is not None:
-            self.states.shrink(self.length - tokens)
+            self.states.shrink(self.length_at_most - tokens)
         self._shrink_pages(tokens)
 
     def _shrink_pages(self, tokens: int) -> None:
-        self.length -= tokens
-        keep = self._pool.pages_for(self.length)
+        self.length_at_most -= tokens
+        keep = self._pool.pages_for(self.length_at_most)
         if keep < len(self.pages):
             self.listed = min(self.listed, keep)
             self.page_period = object()
@@ -298,7 +323,7 @@ class Row:
 
     def lend_state(self) -> int:
         """Return its state's entry, which stays as it is until it is back; OutOfStatesError if it could not go on."""
-        return NO_ENTRY if self.states is None else self.states.lend(self.length)
+        return NO_ENTRY if self.states is None else self.states.lend(self.exact_length)
 
     def return_state(self, entry: int) -> None:
         """Give back what ``lend_state`` returned."""
@@ -309,22 +334,21 @@ class Row:
         """Forget all tokens after the first ``length``, when ``lend_state`` returned ``entry``."""
         if self.states is not None:
             self.states.go_back(entry, length)
-        self._shrink_pages(self.length - length)
+        self._shrink_pages(self.exact_length - length)
         self.watch.changed(length)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens after the first ``length``."""
-        self.speculation.sync()
-        extra = self.length - length
+        extra = self.exact_length - length
         self.shrink(extra)
-        self.position -= extra
+        self.position_at_most -= extra
 
     def release_unused(self) -> None:
         """Give back the pages that were promised and not entered, and the slot."""
-        self.speculation.sync()
+        self.sync()
         self.leave_slot()
         if self.states is not None:
-            self.states.release_unused(self.length)
+            self.states.release_unused(self.length_at_most)
         self._give_copy_back()
         ahead, reserved = self.ahead, self._reserved
         self.ahead, self._reserved = [], 0
@@ -334,7 +358,7 @@ class Row:
 
     def identify(self, ids: NDArray[np.int64]) -> None:
         """Say which tokens ``[T]`` the pages hold that it begins with."""
-        self.watch.begins(ids[: self.length])
+        self.watch.begins(ids[: self.length_at_most])
 
     def take_slot(self, free: list[int]) -> None:
         """Take one of the free slots; it goes back to ``free`` once the row leaves it."""
@@ -358,7 +382,7 @@ class Row:
         self._give_copy_back()
         pages, reserved = self.pages + self.ahead, self._reserved
         self.page_period = object()
-        self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0
+        self.pages, self.ahead, self._reserved, self.length_at_most, self.position_at_most = [], [], 0, 0, 0
         self.watch.changed(0)
         self._pool.give_back(pages, reserved)
 
@@ -375,10 +399,11 @@ def reject(step: SpeculativeStep, rows: Sequence[Row], counts: Sequence[int]) ->
         speculation.unread = unread[1:] if unread[0] is step else tuple([own for own in unread if own is not step])
         if count < new:
             speculation.rejected += new - count
-            row.length -= new - count
-            row.position -= new - count
+            row.length_at_most -= new - count
+            row.position_at_most -= new - count
             size, pages = row._pool.page_size, row.pages
-            if row.length <= (len(pages) - 1) * size:  # entered for tokens that do not count, they are ahead again
-                keep = -(-row.length // size)
+            # Those that were entered for tokens that do not count are ahead again.
+            if row.length_at_most <= (len(pages) - 1) * size:
+                keep = -(-row.length_at_most // size)
                 row.ahead = pages[keep:] + row.ahead
                 del pages[keep:]

@@ -19,15 +19,17 @@ class Stored(Protocol):
     """The fields of a row that a page table needs; ``pages`` as those of a ``Row``."""
 
     pages: list[int]
-    length: int
+
+    @property
+    def exact_length(self) -> int: ...
 
 
 @dataclass
 class Span:
-    """The first ``length`` tokens of a row."""
+    """The first ``exact_length`` tokens of a row."""
 
     pages: list[int]
-    length: int
+    exact_length: int
 
     @classmethod
     def null(cls, length: int, page_size: int) -> Span:
@@ -51,7 +53,7 @@ def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, 
     null = padded - len(rows)
     laid_out = rows if null == 0 else [*rows, *[Span.null(1, page_size)] * null]
     pages = [row.pages for row in laid_out]
-    last = [row.length - (len(row.pages) - 1) * page_size for row in laid_out]
+    last = [row.exact_length - (len(row.pages) - 1) * page_size for row in laid_out]
     return HostTable(
         qo_indptr=_starts([*queries, *[1] * null]),
         indptr=_starts(list(map(len, pages))),

@@ -150,7 +150,9 @@ def test_pages_of_a_plan_that_failed_are_not_begun_with(place):
     crowd.device.faults = {place: PlantedError()}
     with pytest.raises(PlantedError):
         crowd.loop.step()
-    assert [request.running_row.length for request in crowd.requests] == [0, 4], "one begins with the other's pages"
+    assert [request.running_row.exact_length for request in crowd.requests] == [0, 4], (
+        "one begins with the other's pages"
+    )
     crowd.loop.restart()
     crowd.step(3, arrived=True)
     assert crowd.scheduler.cached_tokens == 4

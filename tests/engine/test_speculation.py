@@ -27,7 +27,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.accepted import AcceptedTokens
-from compiled_llm.execution.batch import Batch, StepOutput, Tap
+from compiled_llm.execution.batch import Batch, Drafting, StepOutput
 from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
@@ -55,11 +55,15 @@ NOT_ACCEPTED = -2
 # ---- any guesses, over a naive device
 
 
-class DraftTap(Tap):
+class NaiveDrafting:
     """Asks for a step of ``new_tokens`` a row."""
+
+    wants = ()
 
     def __init__(self, new_tokens: int) -> None:
         self.new_tokens = new_tokens
+
+    def entering(self, rows: Sequence[Row]) -> None: ...
 
 
 class DraftingDevice(NaiveDevice):
@@ -78,11 +82,11 @@ class DraftingDevice(NaiveDevice):
 
     def run(self, batch: Batch, persistent: Any) -> StepOutput:
         for row in batch.decode:
-            self.exact.setdefault(row, row.length)
+            self.exact.setdefault(row, row.length_at_most)
         for entry in batch.extend:
             assert isinstance(entry.row, Row)
-            self.exact.setdefault(entry.row, entry.row.length)
-        new = max([tap.new_tokens for tap in batch.taps if isinstance(tap, DraftTap)], default=1)
+            self.exact.setdefault(entry.row, entry.row.length_at_most)
+        new = batch.new_tokens
         if new == 1:
             return self._plain(batch, persistent)
         decoded = self._drafted(batch.decode, new)
@@ -117,7 +121,7 @@ class DraftingDevice(NaiveDevice):
         sampling, _ = self.slots[row.slot]
         start, tokens = self.exact[row], list[int]()
         fed = [self.next[row], *self._guesses(row, new)]
-        assert row.length >= start + new, "the host's length is an upper bound"
+        assert row.length_at_most >= start + new, "the host's length is an upper bound"
         size = self.pool.page_size
         for at, token in enumerate(fed, start=start):
             page = row.pages[at // size]
@@ -129,7 +133,7 @@ class DraftingDevice(NaiveDevice):
             tokens.append(self._now_or_late(row))
             if deferred or tokens[-1] == NOT_A_TOKEN or at + 1 == new or fed[at + 1] != tokens[-1]:
                 break
-        row.position = row.length
+        row.position_at_most = row.length_at_most
         if not deferred:
             self.next[row] = max(0, tokens[-1])
         return tokens + [NOT_ACCEPTED] * (new - len(tokens))
@@ -148,18 +152,18 @@ class DraftingDevice(NaiveDevice):
         return guesses
 
     def text(self, row: Row) -> list[int]:
-        bound, row.length = row.length, self.exact.get(row, row.length)
+        bound, row.length_at_most = row.length_at_most, self.exact.get(row, row.length_at_most)
         try:
             return super().text(row)
         finally:
-            row.length = bound
+            row.length_at_most = bound
 
     def _write(self, row: Row, ids: Sequence[int]) -> None:
-        bound, row.length = row.length, self.exact[row]
+        bound, row.length_at_most = row.length_at_most, self.exact[row]
         try:
             super()._write(row, ids)
         finally:
-            row.length = bound
+            row.length_at_most = bound
 
 
 class NaiveAccepted:
@@ -187,15 +191,15 @@ class NaiveDrafts:
 
     def __init__(self, numbers: Sequence[int], device: DraftingDevice) -> None:
         self._numbers, self._device = numbers, device
-        self._taps = {number: DraftTap(number) for number in {*numbers}}
+        self._drafting = {number: NaiveDrafting(number) for number in {*numbers}}
 
     def new_tokens(self, requests: Sequence[Request], step: int) -> int:
         if all(request.constraint is not None for request in requests):
             return 1
         return self._numbers[self._device.drafted // 3 % len(self._numbers)]
 
-    def tap(self, plan: StepPlan) -> Tap:
-        return self._taps[plan.new_tokens]
+    def drafting(self, plan: StepPlan) -> Drafting:
+        return self._drafting[plan.new_tokens]
 
     def read(self, accepted: NaiveAccepted) -> list[list[int]]:
         self._device.drafted += 1
@@ -380,7 +384,7 @@ def pages_of(model: Any, text: list[int]) -> list[Tensor]:
     runner = model.compiled.model_runner()
     row = Row(runner.pool, 0)
     row.begin_from(runner.prefixes.match(np.array(text)).pages)
-    assert row.length > len(text) - 2 * runner.config.page_size, "all of it but the last page"
+    assert row.length_at_most > len(text) - 2 * runner.config.page_size, "all of it but the last page"
     found = [part for layer in range(len(runner.state.specs)) for part in runner.state.read(layer, row)]
     row.free()
     return found

@@ -95,11 +95,11 @@ def test_a_step_of_both_parts_that_finds_no_pages_changes_nothing(seed, full, mi
     pool, new = batches.model_runner.pool, Row(batches.model_runner.pool, 0)
     left = pool.available
     pages = left if full == "a row that decodes finds none" else left + 1
-    before = [(list(row.pages), row.length, row.position) for row in rows]
+    before = [(list(row.pages), row.exact_length, row.exact_position) for row in rows]
     with pytest.raises(OutOfPagesError):
         batches.run(decode=rows, extend=[Extension.of(new, ids_of(3 * pages, seed))], mixed=mixed)
-    assert [(row.pages, row.length, row.position) for row in rows] == before
-    assert (new.length, new.pages, pool.available) == (0, [], left)
+    assert [(row.pages, row.exact_length, row.exact_position) for row in rows] == before
+    assert (new.exact_length, new.pages, pool.available) == (0, [], left)
     for _ in range(3):
         batches.run(decode=rows)
 
@@ -143,7 +143,7 @@ def test_a_mixed_step_that_fails_leaves_no_row_a_token_that_may_be_wrong(seed, m
         broken.setattr(Prefill, "run", lambda self, *args, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batches.run([row], [Extension.of(new, ids_of(5, seed))], mixed=True)
-    assert (row.length, row.has_next, new.length) == (5, False, 0)
+    assert (row.exact_length, row.has_next, new.exact_length) == (5, False, 0)
     with pytest.raises(RuntimeError, match="the rows have no next tokens"):
         batches.run([row], [Extension.of(new, ids_of(5, seed))], mixed=True)
 

@@ -48,10 +48,10 @@ class Batch:
 
     def draft(self, new: int, counts: list[int] | None = None) -> Launched:
         """Launch a step that drafts, of which any number of tokens count if these are no ``counts``."""
-        bounds = [row.length + new for row in self.loop.rows]
+        bounds = [row.length_at_most + new for row in self.loop.rows]
         drawn = self.rng.integers(1, new + 1, len(self.twins)).tolist()
         launched = self.drafts.launch(new, counts or drawn, self.twins)
-        assert [row.length for row in self.loop.rows] == bounds
+        assert [row.length_at_most for row in self.loop.rows] == bounds
         return launched
 
     @property
@@ -60,7 +60,11 @@ class Batch:
 
     def assert_exact(self) -> None:
         for row, length in zip(self.loop.rows, self.lengths, strict=True):
-            assert (row.length, row.position, len(row.pages)) == (length, length, row._pool.pages_for(length))
+            assert (row.length_at_most, row.position_at_most, len(row.pages)) == (
+                length,
+                length,
+                row._pool.pages_for(length),
+            )
 
     def close(self) -> None:
         self.loop.close()
@@ -90,10 +94,10 @@ def test_what_counts_is_what_as_many_steps_give(
         if before is not None:
             before.check()
         rows = batch.loop.rows
-        assert [row.length - len(row.speculation.unread) * new for row in rows] == [
+        assert [row.length_at_most - len(row.speculation.unread) * new for row in rows] == [
             length - len(launched.expected[row]) for row, length in zip(rows, batch.lengths, strict=True)
         ]
-        assert all(row.length >= length for row, length in zip(rows, batch.lengths, strict=True))
+        assert all(row.length_at_most >= length for row, length in zip(rows, batch.lengths, strict=True))
         before = launched
     for _ in range(5):
         batch.loop.step()
@@ -125,7 +129,7 @@ def test_nothing_is_written_while_the_same_rows_draft(seed: int) -> None:
 
 def fork(batch: Batch) -> None:
     forked = batch.loop.fork()
-    assert [row.length for row in forked.rows] == batch.lengths
+    assert [row.length_at_most for row in forked.rows] == batch.lengths
     forked.close()
 
 
@@ -157,7 +161,7 @@ def go_away(batch: Batch) -> None:
 def end(batch: Batch) -> None:
     for row in batch.loop.rows:
         row.release_unused()
-        row.reserve(row.length + 20)
+        row.reserve(row.length_at_most + 20)
 
 
 @pytest.mark.drawn(most=1)
@@ -216,7 +220,7 @@ def test_a_step_that_fails_is_undone_alone_when_earlier_tokens_are_rejected_mean
     monkeypatch.setattr(type(buffers), "place", place)
     with pytest.raises(KeyError):
         batch.loop.step(torch.tensor([7, 7]))
-    assert [(row.length, row.position) for row in batch.loop.rows] == [(7, 7), (8, 8)]
+    assert [(row.length_at_most, row.position_at_most) for row in batch.loop.rows] == [(7, 7), (8, 8)]
     batch.close()
 
 
@@ -226,7 +230,7 @@ def test_a_row_that_was_freed_rejects_nothing(seed: int) -> None:
     launched = batch.draft(4, [1, 1])
     batch.loop.release(gone)
     launched.check()
-    assert [(row.length, row.position) for row in (gone, *batch.loop.rows)] == [(0, 0), (5, 5)]
+    assert [(row.length_at_most, row.position_at_most) for row in (gone, *batch.loop.rows)] == [(0, 0), (5, 5)]
     batch.close()
 
 
@@ -244,6 +248,6 @@ def test_bounds_take_no_pages_that_were_not_promised(seed: int) -> None:
     for _ in range(8):
         batch.drafts.launch(4, [1], batch.twins)
     row.speculation.sync()
-    assert row.length == 13
+    assert row.length_at_most == 13
     pool.give_back((), others)
     batch.close()

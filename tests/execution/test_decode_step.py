@@ -183,7 +183,7 @@ def test_the_schedule_finds_steps_that_nothing_invalidates(monkeypatch, seed):
 
 
 def forget_a_token(generate_loop: GenerateLoop) -> None:
-    generate_loop.rows[0].rewind(generate_loop.rows[0].length - 1)
+    generate_loop.rows[0].rewind(generate_loop.rows[0].exact_length - 1)
 
 
 def drop_the_graphs(generate_loop: GenerateLoop) -> None:
@@ -335,12 +335,14 @@ def test_ctrl_c_at_each_line_of_a_repeated_step_leaves_whole_rows(captured, monk
         arrived += pressed_at(code, line, 4, lambda loop=generate_loop: steps_of(loop, 10))
         where = code.co_name, line
         assert (_State.allowed, _State.pending) == (True, False), where
-        assert rows[0].length - 3 == rows[1].length - 6, where
-        assert all(row.position == row.length for row in rows), where
-        assert all(len(row.pages) == model.compiled.model_runner().pool.pages_for(row.length) for row in rows), where
+        assert rows[0].exact_length - 3 == rows[1].exact_length - 6, where
+        assert all(row.exact_position == row.exact_length for row in rows), where
+        assert all(len(row.pages) == model.compiled.model_runner().pool.pages_for(row.exact_length) for row in rows), (
+            where
+        )
         generate_loop.step(torch.tensor([7, 8]))
         there = [
-            Alone(plain, [*twin.fed[: row.length - 1], token])
+            Alone(plain, [*twin.fed[: row.exact_length - 1], token])
             for twin, row, token in zip(twins, rows, (7, 8), strict=True)
         ]
         assert_logits(generate_loop, *there)

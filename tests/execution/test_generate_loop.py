@@ -88,7 +88,7 @@ def test_a_rewind_within_a_page_between_steps_is_seen(model, generate_loop, seed
         generate_loop.step()
         twin.feed([twin.next])
     following = twin.next
-    row.rewind(row.length - 1)
+    row.rewind(row.exact_length - 1)
     generate_loop.step()
     again = Alone(tiny_qwen3(**OVERRIDES), [*twin.fed[:-1], following])
     assert_logits(generate_loop, again)
@@ -134,7 +134,7 @@ def test_a_row_may_outgrow_its_promise_while_pages_are_free(model, generate_loop
     row = generate_loop.admit([3, 4, 5], 1)
     for _ in range(10):
         generate_loop.step()
-    assert row.length == 12
+    assert row.exact_length == 12
 
 
 # ---- errors leave everything as it was
@@ -180,11 +180,11 @@ def test_calls_that_are_refused_change_nothing(name, model, generate_loop):
     for _ in range(2 * bool(admitted)):
         generate_loop.step()
     pool, rows = model.compiled.model_runner().pool, list(generate_loop.rows)
-    before = pool.available, [row.length for row in rows]
+    before = pool.available, [row.exact_length for row in rows]
     with pytest.raises((RuntimeError, ValueError), match=message):  # OutOfPagesError is one
         call(generate_loop)
     assert generate_loop.rows == rows
-    assert (pool.available, [row.length for row in rows]) == before
+    assert (pool.available, [row.exact_length for row in rows]) == before
     if not admitted:
         assert_account_is_empty(model)
     if len(rows) == 9:
@@ -207,7 +207,7 @@ def test_running_out_of_pages_in_a_step_keeps_rows_and_tokens(seed):
     account = model.compiled.stats().pages
     with pytest.raises(OutOfPagesError, match="pages are needed"):
         generate_loop.step()
-    assert [row.length for row in rows] == [6, 6]
+    assert [row.exact_length for row in rows] == [6, 6]
     assert model.compiled.stats().pages == account
     generate_loop.release(rows[0])
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_an_exception_inside_a_decode_step_leaves_lengths_and_account(error, mod
     forced = torch.tensor([11, 12])
 
     def state() -> list[Any]:
-        return [model.compiled.model_runner().pool.available, *[(row.length, row.position) for row in rows]]
+        return [model.compiled.model_runner().pool.available, *[(row.exact_length, row.exact_position) for row in rows]]
 
     def feed() -> None:
         for twin, token in zip(twins, (11, 12), strict=True):
@@ -251,7 +251,7 @@ def test_an_exception_inside_a_prefill_leaves_the_prompt_waiting(model, generate
     fail_once(monkeypatch, Prefill, "_launch", MemoryError("in the prefill"), after=1)
     with pytest.raises(MemoryError):
         generate_loop.step()
-    assert (row.length, row.position, row.pages) == (0, 0, [])
+    assert (row.exact_length, row.exact_position, row.pages) == (0, 0, [])
     assert model.compiled.model_runner().pool.available == available
     generate_loop.step()
     assert_logits(generate_loop, Alone(tiny_qwen3(**OVERRIDES), [3, 4, 5]))

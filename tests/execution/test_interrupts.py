@@ -157,8 +157,8 @@ def test_ctrl_c_at_calls_and_returns_of_a_forward_leaves_whole_books(model, exec
         assert all(pool._owners[page] == owned.count(page) for page in range(1, pool.total + 1)), moment
         assert pool.available == pool.total - len(set(owned)), moment
         for row, stored in zip(cache.generate_loop.rows, cache.stored, strict=True):
-            assert row.length == row.position == stored.sum(), moment
-            assert len(row.pages) == pool.pages_for(row.length), moment
+            assert row.exact_length == row.exact_position == stored.sum(), moment
+            assert len(row.pages) == pool.pages_for(row.exact_length), moment
         assert (_State.allowed, _State.pending) == (True, False), moment
         cache.close()
         assert model.compiled.stats().pages.used == used

@@ -99,7 +99,7 @@ def test_rows_of_a_runner_end_at_the_last_position() -> None:
     generate_loop.admit([3, 4, 5], 6)
     for _ in range(6):
         generate_loop.step()
-    assert generate_loop.rows[0].length == 8
+    assert generate_loop.rows[0].exact_length == 8
     for _ in range(2):
         with pytest.raises(ValueError, match="a row cannot grow to 9 tokens: the model has 8 positions"):
             generate_loop.step()

@@ -58,8 +58,8 @@ CAPTURED: dict[str, Fault] = {
     ),
     "a step that is repeated counts no positions": Fault(
         "test_captured_steps_give_the_same_tokens[variant]",
-        "            row.position += 1\n            row.length += 1\n        self.repeats += 1",
-        "            row.length += 1\n        self.repeats += 1",
+        "            row.position_at_most += 1\n            row.length_at_most += 1\n        self.repeats += 1",
+        "            row.length_at_most += 1\n        self.repeats += 1",
     ),
 }
 COMPILED: dict[str, Fault] = {
@@ -124,8 +124,8 @@ BEAMS_AND_DRAFTS: dict[str, Fault] = {
     ),
     "a draft that was rejected stays": Fault(
         "test_drafts[latent with chosen tokens]",
-        "        self.shrink(extra)\n        self.position -= extra",
-        "        self.shrink(max(0, extra - 1))\n        self.position -= max(0, extra - 1)",
+        "        self.shrink(extra)\n        self.position_at_most -= extra",
+        "        self.shrink(max(0, extra - 1))\n        self.position_at_most -= max(0, extra - 1)",
     ),
 }
 PREFIX_HITS: dict[str, Fault] = {

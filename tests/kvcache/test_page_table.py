@@ -38,7 +38,7 @@ def test_a_row_cannot_forget_what_it_does_not_hold(act):
     row.grow(5)
     with pytest.raises(ValueError, match=r"5|6|-1"):
         act(row)
-    assert (row.length, len(row.pages)) == (5, 2)
+    assert (row.exact_length, len(row.pages)) == (5, 2)
 
 
 # ---- the page table against one built token by token
@@ -73,7 +73,9 @@ def test_build_table_equals_a_naive_one(page_size, lengths, null, data):
     queries = [data.draw(st.integers(1, length)) for length in lengths]
     table = build_table(rows, queries, page_size, len(rows) + null)
     expected = naive_table(
-        [*((row.pages, row.length) for row in rows), *[([NULL_PAGE], 1)] * null], [*queries, *[1] * null], page_size
+        [*((row.pages, row.exact_length) for row in rows), *[([NULL_PAGE], 1)] * null],
+        [*queries, *[1] * null],
+        page_size,
     )
     assert {name: column.tolist() for name, column in table._asdict().items()} == expected
     assert all(column.dtype == np.int32 for column in table)

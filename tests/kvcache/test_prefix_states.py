@@ -114,7 +114,7 @@ class World:
         assert self.states._owners[write] == 1, "someone else reads what is written"
         assert write not in self.tree._states.values()
         self.memory[write] = self.texts[row] = Text(salt, old + tokens)
-        for number in range(len(old) // self.size, -(-row.length // self.size)):
+        for number in range(len(old) // self.size, -(-row.exact_length // self.size)):
             page, before = row.pages[number], old[: (number + 1) * self.size]
             assert self.pool._owners[page] == 1, "someone else reads the page that is written"
             if len(before) > number * self.size:
@@ -174,8 +174,8 @@ class World:
         except OutOfPagesError:
             self.end(row)
             return
-        for cut in (*(match.checkpoints if row.length or not match.pages else ()), len(tokens)):
-            assert self.run(row, tokens[row.length : cut]), "all was promised"
+        for cut in (*(match.checkpoints if row.exact_length or not match.pages else ()), len(tokens)):
+            assert self.run(row, tokens[row.exact_length : cut]), "all was promised"
             if cut < len(tokens) or (random.random() < 0.5 and cut % self.size == 0):
                 self.keep(row)
         if random.random() < 0.5:
@@ -281,7 +281,7 @@ class World:
 
     def _all_find_their_own(self) -> None:
         for row, (salt, tokens) in self.texts.items():
-            assert row.length == len(tokens)
+            assert row.exact_length == len(tokens)
             assert row.entry == NO_ENTRY if not tokens else self.memory[row.entry] == Text(salt, tokens)
             for number in range(-(-len(tokens) // self.size)):
                 begun = tokens[: (number + 1) * self.size]

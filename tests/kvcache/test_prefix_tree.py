@@ -130,11 +130,13 @@ class Requests(RuleBasedStateMachine):
         return sum(row.limit // self.size - len(row.pages + row.ahead) for row in self.texts)
 
     def snapshot(self) -> object:
-        rows = [(row.length, row.position, row.limit, tuple(row.pages), tuple(row.ahead)) for row in self.texts]
+        rows = [
+            (row.exact_length, row.exact_position, row.limit, tuple(row.pages), tuple(row.ahead)) for row in self.texts
+        ]
         return self.pool.account(), self.pool.available, rows
 
     def copies(self, row: Row) -> bool:
-        return row.length % self.size > 0 and len(self.naive.owners[row.pages[-1]]) > 1
+        return row.exact_length % self.size > 0 and len(self.naive.owners[row.pages[-1]]) > 1
 
     def enter(self, row: Row, pages: Sequence[int]) -> None:
         """Take those pages that the row has not listed ahead."""
@@ -147,9 +149,14 @@ class Requests(RuleBasedStateMachine):
     def write(self, row: Row, tokens: Tokens) -> bool:
         """Grow a row and write into its pages as a device would; return whether there were pages for it."""
         before, ahead, copies = list(row.pages), list(row.ahead), bool(tokens) and self.copies(row)
-        length, limit, available, state = row.length + len(tokens), row.limit, self.pool.available, self.snapshot()
+        length, limit, available, state = (
+            row.exact_length + len(tokens),
+            row.limit,
+            self.pool.available,
+            self.snapshot(),
+        )
         missing = max(0, self.needed(length) - limit // self.size) + copies
-        if len(row.pages) == self.needed(row.length):  # not between begin_as and the first tokens
+        if len(row.pages) == self.needed(row.exact_length):  # not between begin_as and the first tokens
             assert row.missing(length) == missing
         if missing > available:
             said = f"^{missing} pages are needed and {available} of {self.pool.total} are available$"
@@ -159,7 +166,7 @@ class Requests(RuleBasedStateMachine):
             return False
         copy = next(iter(row.grow(len(tokens))), None)
         assert (copy is not None) == copies
-        assert (row.length, row.limit) == (length, max(limit, self.needed(length) * self.size))
+        assert (row.exact_length, row.limit) == (length, max(limit, self.needed(length) * self.size))
         cached = copy is not None and self.naive.owners[copy.source] == {row, "tree"}  # which the row gives back
         assert self.pool.available == available - missing + cached
         if copy is not None:
@@ -171,7 +178,7 @@ class Requests(RuleBasedStateMachine):
         self.enter(row, row.pages)
         assert row.ahead == [page for page in ahead if page not in row.pages]
         salt, old = self.texts[row]
-        for token, written in enumerate(self.contents((salt, old + tokens), row.length)):
+        for token, written in enumerate(self.contents((salt, old + tokens), row.exact_length)):
             if token >= len(old):
                 self.memory[row.pages[token // self.size]][token % self.size] = written
         self.texts[row] = (salt, old + tokens)
@@ -192,12 +199,12 @@ class Requests(RuleBasedStateMachine):
         assert pages == expected
         row = Row(self.pool, 0)
         row.begin_from(pages)
-        assert row.length == row.position == len(pages) * self.size <= max(0, len(tokens) - 1)
+        assert row.exact_length == row.exact_position == len(pages) * self.size <= max(0, len(tokens) - 1)
         self.naive.use(prefixes[: len(pages)])
         for page in pages:
             self.naive.owners[page].add(row)
         self.naive.note_peak()
-        self.texts[row] = (salt, tokens[: row.length])
+        self.texts[row] = (salt, tokens[: row.exact_length])
         return row
 
     def store(self, row: Row, length: int) -> None:
@@ -218,7 +225,7 @@ class Requests(RuleBasedStateMachine):
         self.naive.give_back(row, row.pages + row.ahead)
         row.free()
         after = self.snapshot()
-        assert (row.length, row.position, row.pages, row.ahead, row.limit) == (0, 0, [], [], 0)
+        assert (row.exact_length, row.exact_position, row.pages, row.ahead, row.limit) == (0, 0, [], [], 0)
         row.free()
         assert self.snapshot() == after
         self.texts[row] = (self.texts[row][0], ())
@@ -237,7 +244,7 @@ class Requests(RuleBasedStateMachine):
         except OutOfPagesError:
             self.end(row)
         else:
-            self.write(row, tokens[row.length :])
+            self.write(row, tokens[row.exact_length :])
             assert self.texts[row] == (salt, tokens)
 
     @rule(tokens=st.integers(0, 40))
@@ -248,7 +255,7 @@ class Requests(RuleBasedStateMachine):
         if not fits:
             assert self.snapshot() == before
             return
-        assert (row.length, row.pages, row.limit) == (0, [], self.needed(tokens) * self.size)
+        assert (row.exact_length, row.pages, row.limit) == (0, [], self.needed(tokens) * self.size)
         self.texts[row] = (None, ())
 
     @precondition(lambda self: self.texts)
@@ -274,7 +281,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data(), whole=st.booleans(), ends=st.booleans())
     def insert(self, data: st.DataObject, whole: bool, ends: bool) -> None:
         row = self.some_row(data)
-        self.store(row, row.length if whole else data.draw(st.integers(0, row.length)))
+        self.store(row, row.exact_length if whole else data.draw(st.integers(0, row.exact_length)))
         if ends:
             self.end(row)
 
@@ -283,14 +290,14 @@ class Requests(RuleBasedStateMachine):
     def insert_go_back_and_write_on(self, data: st.DataObject, tokens: Tokens) -> None:
         """The page that the row goes back into is the tree's by now."""
         row = self.some_row(data)
-        self.store(row, row.length)
+        self.store(row, row.exact_length)
         self.go_back(row, data)
         self.write(row, tokens)
 
-    @precondition(lambda self: any(row.limit and not row.length for row in self.texts))
+    @precondition(lambda self: any(row.limit and not row.exact_length for row in self.texts))
     @rule(data=st.data(), fails=st.booleans())
     def begin_as_another(self, data: st.DataObject, fails: bool) -> None:
-        leader = data.draw(st.sampled_from([row for row in self.texts if row.limit and not row.length]))
+        leader = data.draw(st.sampled_from([row for row in self.texts if row.limit and not row.exact_length]))
         tokens = data.draw(st.lists(st.sampled_from([0, 0, 1]), min_size=1, max_size=min(leader.limit, 12)).map(tuple))
         row, salt = Row(self.pool, 0), self.texts[leader][0]
         shared = row.begin_as(leader, len(tokens))
@@ -313,8 +320,8 @@ class Requests(RuleBasedStateMachine):
         leader.restore(marks[0])
         row.restore(marks[1])
         for own in (leader, row) if data.draw(st.booleans()) else (row, leader):
-            own.shrink(own.length)
-        row.position = 0
+            own.shrink(own.exact_length)
+        row.exact_position = 0
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), promised=st.integers(0, 24))
@@ -329,7 +336,7 @@ class Requests(RuleBasedStateMachine):
             for _ in range(data.draw(st.integers(1, 4))):
                 row, available, left = self.some_row(data), self.pool.available, promise._pages or 0
                 tokens = data.draw(st.just(()) | some_tokens)
-                more = row.missing(row.length + len(tokens))
+                more = row.missing(row.exact_length + len(tokens))
                 with promise.drawn_on():
                     wrote = self.write(row, tokens)
                 available -= max(0, more - left) if wrote else 0
@@ -359,7 +366,12 @@ class Requests(RuleBasedStateMachine):
         row, before = self.some_row(data), self.snapshot()
         fork = row.fork()
         assert self.snapshot() == before
-        assert (fork.length, fork.position, fork.pages, fork.ahead) == (row.length, row.position, row.pages, [])
+        assert (fork.exact_length, fork.exact_position, fork.pages, fork.ahead) == (
+            row.exact_length,
+            row.exact_position,
+            row.pages,
+            [],
+        )
         self.texts[fork] = self.texts[row]
         for page in fork.pages:
             self.naive.owners[page].add(fork)
@@ -370,21 +382,21 @@ class Requests(RuleBasedStateMachine):
         self.go_back(self.some_row(data), data)
 
     def go_back(self, row: Row, data: st.DataObject) -> None:
-        kept, more = data.draw(st.integers(0, row.length)), data.draw(st.integers(0, 20))
+        kept, more = data.draw(st.integers(0, row.exact_length)), data.draw(st.integers(0, 20))
         available, limit = self.pool.available, row.limit
         missing = row.missing(kept + more, kept)
         staying, dropped = row.pages[: self.needed(kept)], row.pages[self.needed(kept) :]
-        row.position = row.length + 7
+        row.exact_position = row.exact_length + 7
         if data.draw(st.booleans()):
-            row.shrink(row.length - kept)
+            row.shrink(row.exact_length - kept)
         else:
             for _ in range(2):  # the second time there is nothing to do
                 row.rewind(kept)
-                assert row.position == kept + 7
-        row.position = kept
+                assert row.exact_position == kept + 7
+        row.exact_position = kept
         self.naive.give_back(row, dropped)
         others = sum(self.naive.rows_with(page) > 0 for page in dropped)
-        assert (row.length, row.pages) == (kept, staying)
+        assert (row.exact_length, row.pages) == (kept, staying)
         assert (row.limit, self.pool.available) == (limit - others * self.size, available)
         assert row.missing(kept + more) == missing
         self.texts[row] = (self.texts[row][0], self.texts[row][1][:kept])
@@ -422,7 +434,7 @@ class Requests(RuleBasedStateMachine):
     def end_some(self, data: st.DataObject, inserts: bool) -> None:
         for row in data.draw(st.lists(st.sampled_from(list(self.texts)), unique=True)):
             if inserts:
-                self.store(row, row.length)
+                self.store(row, row.exact_length)
             self.end(row)
 
     @precondition(lambda self: len(self.tree) > 4)
@@ -448,7 +460,7 @@ class Requests(RuleBasedStateMachine):
         assert pool.peak_used == naive.peak_used
         for row in self.texts:
             assert all(row in naive.owners[page] for page in row.pages + row.ahead)
-            assert len(row.pages) == self.needed(row.length)
+            assert len(row.pages) == self.needed(row.exact_length)
             assert self.listed.get(row, [])[: row.listed] == (row.pages + row.ahead)[: row.listed]
         owned = sum(len(row.pages) + len(row.ahead) for row in self.texts)
         assert sum(naive.rows_with(page) for page in naive.owners) == owned
@@ -466,9 +478,9 @@ class Requests(RuleBasedStateMachine):
         for page in self.naive.free():
             self.memory[page] = [POISON] * self.size
         for row, text in self.texts.items():
-            assert row.length == len(text[1])
-            slots = [divmod(token, self.size) for token in range(row.length)]
-            assert [self.memory[row.pages[page]][slot] for page, slot in slots] == self.contents(text, row.length)
+            assert row.exact_length == len(text[1])
+            slots = [divmod(token, self.size) for token in range(row.exact_length)]
+            assert [self.memory[row.pages[page]][slot] for page, slot in slots] == self.contents(text, row.exact_length)
         for (salt, tokens), page in self.naive.stored.items():
             assert self.memory[page] == self.contents((salt, tokens), len(tokens))[-self.size :]
 
@@ -597,7 +609,7 @@ def test_only_an_empty_row_begins_from_pages(tree, pool):
     with pytest.raises(ValueError, match="a row of 4 tokens cannot begin again"):
         row.begin_from(pages)
     pool.give_back(pages)
-    assert (row.length, pool.account()) == (4, (10, 1, 8, 1))
+    assert (row.exact_length, pool.account()) == (4, (10, 1, 8, 1))
 
 
 def test_another_row_begins_as_one_that_began_from_pages(tree, pool):
@@ -633,7 +645,7 @@ def test_threads_use_one_tree():
             ids = text(*rng.integers(0, 2, rng.integers(1, 5)), more=1)
             row = Row(pool, 0)
             row.begin_from(tree.match(ids).pages)
-            row.grow(len(ids) - row.length)
+            row.grow(len(ids) - row.exact_length)
             tree.insert(ids, row.pages)
             row.free()
             if rng.random() < 0.05:

@@ -46,7 +46,7 @@ class PlainRow:
     def __init__(self, pages: Sequence[int]) -> None:
         """Its newest token is in a page of its own, behind these."""
         self.pages = [*pages, 10_000_000 + id(self) % 1_000_000]
-        self.length = len(pages) * SIZE + 1
+        self.length_at_most = len(pages) * SIZE + 1
         self.page_period = object()
 
 
@@ -54,7 +54,7 @@ class PlainRow:
 
 
 def unwritten(row: Paged, rules: Rules) -> list[int]:
-    return row.pages[: max(0, row.length - 1) // rules.page_size]
+    return row.pages[: max(0, row.length_at_most - 1) // rules.page_size]
 
 
 def beginnings(texts: Sequence[list[int]]) -> dict[tuple[int, ...], list[int]]:
@@ -153,7 +153,7 @@ class Batches(RuleBasedStateMachine):
 
     def read(self, row: Row) -> None:
         row.speculation.sync()
-        self.texts[row] = self.texts[row][: row.length]
+        self.texts[row] = self.texts[row][: row.length_at_most]
 
     def some_row(self, data: st.DataObject) -> Row:
         return data.draw(st.sampled_from(list(self.texts)))
@@ -177,10 +177,10 @@ class Batches(RuleBasedStateMachine):
         tokens = (*self.a_beginning(data), *self.some_tokens(data), 3)
         row = Row(self.pool, 0)
         row.begin_from(self.tree.match(np.array(tokens)).pages)
-        self.texts[row] = tokens[: row.length]
-        self.write(row, tokens[row.length :])
+        self.texts[row] = tokens[: row.length_at_most]
+        self.write(row, tokens[row.length_at_most :])
         if self.pool.available > ahead:
-            row.reserve(row.length + ahead * SIZE)
+            row.reserve(row.length_at_most + ahead * SIZE)
         if data.draw(st.booleans()):
             self.store(row)
 
@@ -226,7 +226,7 @@ class Batches(RuleBasedStateMachine):
     def rewind(self, data: st.DataObject, more: bool) -> None:
         row = self.some_row(data)
         self.read(row)
-        kept = data.draw(st.integers(0, row.length))
+        kept = data.draw(st.integers(0, row.length_at_most))
         row.rewind(kept)
         self.texts[row] = self.texts[row][:kept]
         if more:
@@ -237,9 +237,9 @@ class Batches(RuleBasedStateMachine):
     def verify(self, data: st.DataObject, tokens: int) -> None:
         """Grow by tokens of which not all will count."""
         row = self.some_row(data)
-        before = row.length
+        before = row.length_at_most
         self.write(row, (1,) * tokens)
-        if row.length > before:
+        if row.length_at_most > before:
             UnreadStep(row, data.draw(st.integers(0, tokens - 1)))
 
     @precondition(lambda self: self.texts)
@@ -256,9 +256,9 @@ class Batches(RuleBasedStateMachine):
         row = self.some_row(data)
         self.read(row)
         row.list_pages(pages)
-        if row.ahead and row.length and row.length % SIZE == 0:
+        if row.ahead and row.length_at_most and row.length_at_most % SIZE == 0:
             row.enter_page()
-            row.length += 1
+            row.length_at_most += 1
             self.texts[row] += (2,)
 
     @precondition(lambda self: self.texts)
@@ -278,8 +278,8 @@ class Batches(RuleBasedStateMachine):
         tokens = self.texts[row]
         row.free()
         row.begin_from(self.tree.match(np.array((*tokens, 3), dtype=np.int64)).pages)
-        self.texts[row] = tokens[: row.length]
-        self.write(row, tokens[row.length :])
+        self.texts[row] = tokens[: row.length_at_most]
+        self.write(row, tokens[row.length_at_most :])
 
     @precondition(lambda self: len(self.texts) > 3)
     @rule(data=st.data())
@@ -318,11 +318,13 @@ class Batches(RuleBasedStateMachine):
         for _ in range(steps):
             rows = [*self.texts][:9]
             runs = self.shared.runs(rows)
-            steady, lengths = self.shared.steady, [row.length for row in rows]
+            steady, lengths = self.shared.steady, [row.length_at_most for row in rows]
             periods = [row.page_period for row in rows]
             for row in rows:
                 self.write(row, (2,))
-            grown = all(row.length >= length for row, length in zip(rows, lengths, strict=True))  # counts may be read
+            grown = all(
+                row.length_at_most >= length for row, length in zip(rows, lengths, strict=True)
+            )  # counts may be read
             if steady and grown and periods == [row.page_period for row in rows]:
                 assert self.shared.runs(rows) is runs
             self.compare(rows)
@@ -383,7 +385,7 @@ def test_any_pages_give_the_runs_that_save_most(seed: int) -> None:
         for row in rng.sample(rows, 3):
             at = rng.randrange(len(row.pages))
             row.pages[at], row.page_period = rng.randint(1, 3), object()
-        rows[0].length = rng.randint(0, len(rows[0].pages) * SIZE)  # with the same pages
+        rows[0].length_at_most = rng.randint(0, len(rows[0].pages) * SIZE)  # with the same pages
 
 
 def nested(depth: int) -> list[PlainRow]:

@@ -90,7 +90,7 @@ class Planted(NamedTuple):
 
 def stale_slot(scene: Scene) -> Planted:
     """A slot keeps what a row has left there that had its page before."""
-    row, last = scene.first, scene.first.length - 1
+    row, last = scene.first, scene.first.exact_length - 1
     scene.put_back(row, last, scene.tags[scene.second.pages[0], 0])
     return Planted(row, row.pages[-1], last)
 
@@ -110,7 +110,7 @@ def freed_page(scene: Scene) -> Planted:
 def wrong_position(scene: Scene) -> Planted:
     """The device writes a row's next token over its last."""
     scene.buffer("length")[0] -= 1
-    last = scene.first.length - 2
+    last = scene.first.exact_length - 2
     return Planted(scene.first, scene.first.pages[last // SIZE], last)
 
 
@@ -122,7 +122,7 @@ def another_rows_page(scene: Scene) -> Planted:
 def stale_table(scene: Scene) -> Planted:
     """A CUDA graph that was evicted would read the place of a table that another row has by now."""
     scene.buffer("start")[0] = scene.buffer("start")[1]
-    at = scene.second.length + 1  # it has one more token in that step
+    at = scene.second.exact_length + 1  # it has one more token in that step
     return Planted(scene.first, int(scene.listed(scene.second)[at // SIZE]), at)
 
 
@@ -139,22 +139,22 @@ def shifted_table(scene: Scene) -> Planted:
 
 def length_too_long(scene: Scene) -> Planted:
     scene.buffer("length")[0] += 1
-    length = scene.first.length
+    length = scene.first.exact_length
     return Planted(scene.first, int(scene.listed(scene.first)[length // SIZE]), length)
 
 
 def rewound_on_the_host_alone(scene: Scene) -> Planted:
     """The device goes on after tokens that the row has forgotten."""
     scene.patch.setattr(PersistentBatch, "_has", lambda *_: True)
-    last = scene.first.length - 1
+    last = scene.first.exact_length - 1
     page = scene.first.pages[last // SIZE]
-    scene.first.rewind(scene.first.length - 1)
+    scene.first.rewind(scene.first.exact_length - 1)
     return Planted(scene.first, page, last)
 
 
 def rewound_and_not_rewritten(scene: Scene) -> Planted:
     """A row forgets a token, and the one in its place is not written."""
-    row, last = scene.first, scene.first.length - 1
+    row, last = scene.first, scene.first.exact_length - 1
     before = scene.tags[row.pages[last // SIZE], last % SIZE].clone()
     row.rewind(last)
     scene.loop.step(fed={row: 99})
@@ -166,8 +166,8 @@ def page_not_copied(scene: Scene) -> Planted:
     """A row that stops sharing a page, to write into it, gets one that holds nothing."""
     scene.patch.setattr(RunnerState, "copy_pages", lambda *_: None)
     scene.forked = scene.loop.fork()
-    assert scene.first.length % SIZE == 0, "it enters another page"
-    return Planted(scene.second, None, scene.second.length // SIZE * SIZE)
+    assert scene.first.exact_length % SIZE == 0, "it enters another page"
+    return Planted(scene.second, None, scene.second.exact_length // SIZE * SIZE)
 
 
 def prefix_of_other_tokens(scene: Scene) -> Planted:
@@ -184,7 +184,7 @@ def prefix_of_other_tokens(scene: Scene) -> Planted:
 
 def fault_of_position(scene: Scene) -> Planted:
     """A token is stored where the one before it belongs."""
-    row, last = scene.second, scene.second.length - 1
+    row, last = scene.second, scene.second.exact_length - 1
     pages = [row.pages[at // SIZE] for at in (last - 1, last)]
     scene.put_back(row, last, scene.tags[pages[0], (last - 1) % SIZE])
     return Planted(row, pages[1], last)
@@ -333,11 +333,11 @@ def test_a_row_that_changes_while_it_waits_for_a_slot_is_silent(change: str, mon
     row, slots = scene.first, scene.state.slots
     slots._make_room(slots.padding, set())  # as rows of other loops do
     assert row.slot is None
-    assert row.length > 2
+    assert row.exact_length > 2
     if change == "rewound":
-        row.rewind(row.length - 2)
+        row.rewind(row.exact_length - 2)
     if change == "extended":
-        scene.loop.extend([row], [np.array([7, 8])], [np.arange(row.length, row.length + 2)])
+        scene.loop.extend([row], [np.array([7, 8])], [np.arange(row.exact_length, row.exact_length + 2)])
     if change == "forked":
         scene.forked = scene.loop.fork()
     for tokens in ([9, 10], [11, 12]):

@@ -13,7 +13,7 @@ from compiled_llm.engine.drafts.config import SpeculativeConfig
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.accepted import AcceptedTokens
-from compiled_llm.execution.batch import Tap
+from compiled_llm.execution.batch import Drafting
 from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts, DraftSettings
 from compiled_llm.execution.drafts.texts import texts_of
@@ -84,10 +84,10 @@ class EngineDrafts:
                 "states, outputs of hooks, or processed_logprobs; submit it to an engine without speculative_config"
             )
 
-    def tap(self, plan: StepPlan) -> Tap:
+    def drafting(self, plan: StepPlan) -> Drafting:
         """Return what makes the steps of a plan guess, and check what they have guessed."""
         self._requests = {request.running_row: request for request in plan.decode}
-        return self._drafts.tap(plan.new_tokens)
+        return self._drafts.drafting(plan.new_tokens)
 
     def read(self, accepted: AcceptedTokens) -> list[list[int]]:
         """Return the tokens of each row that count, at least one, waiting for their step."""

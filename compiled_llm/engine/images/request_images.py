@@ -103,7 +103,7 @@ class RequestImages(RequestPart, RunsApart):
 
     def extension(self, row: Row, ids: NDArray[np.int64], is_last: bool, model_runner: ModelRunner) -> Extension:
         """Return a chunk of a row as steps take it: ``ids``, without keys, their positions, and what they show."""
-        start, end = row.length, row.length + len(ids)
+        start, end = row.exact_length, row.exact_length + len(ids)
         own = self.ids[start:end]
         beyond = int(self._of_tokens[-1]) + 1 + np.arange(max(start, len(self.ids)), end) - len(self.ids)
         positions = np.concatenate([self._of_tokens[start:end], beyond])
@@ -137,19 +137,19 @@ class RequestImages(RequestPart, RunsApart):
 
     def _fill(self, model_runner: ModelRunner, row: Row) -> None:
         stored = np.zeros((1, self.end), dtype=bool)
-        stored[:, row.length :] = True
+        stored[:, row.exact_length :] = True
         cache, layers = self._computed(model_runner, row), self._facts.layers
         owners = zip(owners_of_keys(layers), layers, strict=True)
         theirs = [cache.layers[own] if layer.kind.attends else None for own, layer in owners]
         both = [None if their is None else (their.keys, their.values) for their in theirs]
         model_runner.fill([row], stored, both, read_states(cache, layers))
-        row.position = self.position_after(row.length)
+        row.exact_position = self.position_after(row.exact_length)
 
     def _computed(self, model_runner: ModelRunner, row: Row) -> Any:
         """Return a cache of HuggingFace's, with keys and values ``[1, K, E, D]``, by its own forward."""
         # Layers with windows keep all columns, since rows that begin with a part of these pages may see them; without
         # a config, a cache has no layers for states.
-        device, start = model_runner.device, row.length if self._can_resume else 0
+        device, start = model_runner.device, row.exact_length if self._can_resume else 0
         own: Any = self._facts.model_class
         model = self._encoder.encoding(self._facts.model, EncoderCache.of(model_runner))
         of_tokens = {name: tensor[:, start:].to(device, non_blocking=True) for name, tensor in self._inputs.items()}

@@ -35,7 +35,7 @@ class ShownPrompt:
 
     def showing(self, extension: Extension, model_runner: ModelRunner) -> Extension:
         """Return a chunk with what it shows; called in the model's executor."""
-        start, count = extension.row.length, len(extension.ids)
+        start, count = extension.row.exact_length, len(extension.ids)
         touched = [number for number, run in enumerate(self._runs) if run[0] < start + count and run[-1] >= start]
         if not touched:  # text has one position, and its id
             return extension

@@ -65,7 +65,7 @@ def _score(
 ) -> Tensor:
     """Run a launch, have its tokens scored, and return ``[N, V]`` logits, of the last token of each that ends."""
     counts = [len(extension.ids) for extension in extensions]
-    starts = [(watch.prompts[row], row.length) for row in _rows(extensions)]
+    starts = [(watch.prompts[row], row.exact_length) for row in _rows(extensions)]
     parts = [_Scored(*start, count) for start, count in zip(starts, counts, strict=True)]
     logits = model_runner.extend(extensions, keep=np.arange(sum(counts)), taps=taps)  # [Q, V]
     lasts = np.cumsum(counts)[[extension.is_last for extension in extensions]] - 1

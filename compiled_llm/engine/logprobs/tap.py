@@ -159,7 +159,7 @@ class _Group:
         """Return how the rows were sampled: of each step, since slots and positions change."""
         state = model_runner.state
         rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
-        positions = np.array([row.position for row in rows], dtype=np.int64)
+        positions = np.array([row.exact_position for row in rows], dtype=np.int64)
         slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
         return SampledDraws(slots, at, state.slots.tables, kinds)
 

@@ -82,8 +82,6 @@ class ArrivingVectors(NamedTuple):
 class PooledWatch(PlanTap):
     """A watcher of the launches of one plan that give vectors."""
 
-    watches = False
-
     def __init__(self, plan: StepPlan) -> None:
         super().__init__()
         self._requests = {chunk.request.running_row: chunk.request for chunk in plan.extend}

@@ -74,7 +74,9 @@ class Admissions:
         shared = self._shared_by(running, row, state.next.shared.item(), state.step)
         own = sum([each.held for each in rows]) - sum(shared) + len(row.pages)
         state.pages = self._pool.available + own - state.next.shared.item()
-        lengths = [min(each.stored, max(len(each.known), one.length)) for each, one in zip(running, rows, strict=True)]
+        lengths = [
+            min(each.stored, max(len(each.known), one.length_at_most)) for each, one in zip(running, rows, strict=True)
+        ]
         state.running = _requests(running, lengths, shared)
 
     def _count_on(self, state: _SchedulerState, last: _SchedulerState, row: Row) -> None:

@@ -347,8 +347,8 @@ class Loop:
             mixed = self._mixes(rows, extend)
             taps = [own for tap in self._taps if (own := tap.of_plan(plan)) is not None]
             new_tokens = 1 if mixed else plan.new_tokens
-            drafting = [self.drafts.tap(plan)] if new_tokens > 1 else []
-            batch = Batch(rows, extend, mixed=mixed, taps=[*taps, *drafting])
+            drafting = self.drafts.drafting(plan) if new_tokens > 1 else None
+            batch = Batch(rows, extend, mixed=mixed, taps=taps, drafting=drafting)
             constrained = Constrained.among(plan.sampled)
             self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained, new_tokens)
         return self._prepared

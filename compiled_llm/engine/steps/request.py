@@ -132,12 +132,12 @@ class Request:
     @property
     def prefilled(self) -> bool:
         """Whether all that was known of it at its admission is computed, or queued to be."""
-        return self.row is not None and self.row.length >= len(self.known)
+        return self.row is not None and self.row.length_at_most >= len(self.known)
 
     @property
     def fed(self) -> bool:
         """Whether its row has all the tokens that it ever will for certain, and the last token follows from them."""
-        return self.row is not None and self.row.least >= self.stored
+        return self.row is not None and self.row.length_at_least >= self.stored
 
     def cut_after(self, start: int, end: int) -> int:
         """Return where a chunk from ``start`` to ``end`` has to end: at the first checkpoint in between."""
@@ -146,7 +146,7 @@ class Request:
     @property
     def checkpoints_ahead(self) -> list[int]:
         """The checkpoints up to which its text is still to be computed."""
-        length = len(self.known) if self.row is None else self.row.length
+        length = len(self.known) if self.row is None else self.row.length_at_most
         return [at for at in self.checkpoints if at > length]
 
     def upcoming_prefix_len(self, text: NDArray[np.int64]) -> int:

@@ -122,7 +122,7 @@ class Scheduler:
     @property
     def tokens_left(self) -> int:
         """The tokens of prompts that are not computed, of requests that run and of the next ones that wait."""
-        running = sum(len(each.known) - each.running_row.length for each in self.running if not each.prefilled)
+        running = sum(len(each.known) - each.running_row.exact_length for each in self.running if not each.prefilled)
         return running + sum(len(each.prompt) + len(each.tokens) for each in self._queue.ready[:_COUNTED])
 
     @property
@@ -228,10 +228,10 @@ class Scheduler:
     def _have_pages(self, decode: Sequence[Request], new_tokens: int) -> bool:
         """Promise pages for so many more tokens of each request; return whether there are pages, and positions."""
         rows, most = [request.running_row for request in decode], self._max_positions
-        if most is not None and not all(row.length + new_tokens <= most for row in rows):
+        if most is not None and not all(row.length_at_most + new_tokens <= most for row in rows):
             return False
-        short = [row for row in rows if row.room < new_tokens and row.limit < row.length + new_tokens]
-        if not all(self._reserved(row, row.length + new_tokens) for row in short):
+        short = [row for row in rows if row.room < new_tokens and row.limit < row.length_at_most + new_tokens]
+        if not all(self._reserved(row, row.length_at_most + new_tokens) for row in short):
             return False
         if short:
             self._look_ahead(decode)
@@ -244,20 +244,20 @@ class Scheduler:
         share = self._pool.tokens_in(max(0, self._pool.available - wanted) // (2 * len(self.running)))
         for request in decode if share else ():
             row = request.running_row
-            self._reserved(row, min(request.stored, row.length + min(_MORE, share)))
+            self._reserved(row, min(request.stored, row.length_at_most + min(_MORE, share)))
 
     def _regain_promised(self) -> bool:
         """Take back what rows were promised for later than the next step; return whether that was anything."""
         before = self._pool.available
         for request in self.running:
             if request.prefilled:
-                request.running_row.give_promises_back(request.running_row.length + self._due)
+                request.running_row.give_promises_back(request.running_row.length_at_most + self._due)
         self._same = 0
         return self._pool.available > before
 
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         """Add as much of a prompt as there is room for, and return the room that is left."""
-        start = request.running_row.length
+        start = request.running_row.exact_length
         if (by := request.runs_apart(start)) is not None and by.end is not None:  # computed whole
             extend.append(Chunk(request, request.known[start : by.end], False, by))
             return room - len(extend[-1].ids)
@@ -276,7 +276,7 @@ class Scheduler:
     def _left_for_next(self, request: Request, end: int) -> int:
         """Return how many tokens a chunk leaves to the next step, so as to end with a page, if others begin alike."""
         # Those begin with what is in the prefix cache, which a page is once it is full; they compute the rest again.
-        size, start = self._pool.page_size, request.running_row.length
+        size, start = self._pool.page_size, request.running_row.exact_length
         left, beginning = end % size, request.prompt[:size]
         if not self._keeps_planned or left >= end - start:
             return 0
@@ -288,7 +288,7 @@ class Scheduler:
         # It runs before them or in the same launch, where in each layer all keys and values are stored before any row
         # attends. A page that the row has begun to fill is its own until it is full.
         row = request.running_row
-        if row.length % self._pool.page_size == 0:
+        if row.exact_length % self._pool.page_size == 0:
             self._unlaunched.add(request)
             row.enter_pages(end)
             self._keep(request, request.known[:end], _no_state)
@@ -329,7 +329,7 @@ class Scheduler:
         elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
             row.identify(known)
-        row.position = request.position_after(row.length)
+        row.exact_position = request.position_after(row.exact_length)
         try:
             begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self.step)
         except BaseException:  # Ctrl-C inside of a user's policy
@@ -342,9 +342,9 @@ class Scheduler:
             self._free(row)
             return None
         if request.cached is None:
-            request.cached = row.length
+            request.cached = row.exact_length
             self.prompt_tokens += len(request.prompt)
-            self.cached_tokens += row.length
+            self.cached_tokens += row.exact_length
         request.known = known
         return row
 
@@ -360,7 +360,7 @@ class Scheduler:
         request.checkpoints = ()
         if self._pool.states is not None:
             request.checkpoints = self._checkpoints_for_next(
-                request, known, row.length, match.checkpoints, prefixes.least_saving
+                request, known, row.exact_length, match.checkpoints, prefixes.least_saving
             )
 
     def _checkpoints_for_next(
@@ -457,9 +457,11 @@ class Scheduler:
             return []
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
-            is_checkpoint = row.length in request.checkpoints
+            is_checkpoint = row.exact_length in request.checkpoints
             if request not in self._unlaunched:
-                self._keep(request, request.known[: row.length], partial(_lent, row) if is_checkpoint else _no_state)
+                self._keep(
+                    request, request.known[: row.exact_length], partial(_lent, row) if is_checkpoint else _no_state
+                )
             if chunk.is_last or is_checkpoint:
                 self._queue.release(request)
         self._unlaunched.clear()
@@ -534,7 +536,7 @@ class Scheduler:
         # A step that is still queued may write after what is known of the text, never into pages that it fills, and
         # another state.
         row = request.running_row
-        text = request.text[: row.length]
+        text = request.text[: row.length_at_most]
         self._keep(request, text, partial(self._last_state, request, text))
         self.running.remove(request)
         self._admissions.gave_back(request)
@@ -583,17 +585,17 @@ def _lent(row: Row) -> int:
 def _steps_alike(request: Request) -> int:
     """Return how many more steps a request takes part in without new pages or its end, whatever its tokens are."""
     row = request.running_row
-    return min(row.limit, request.stored - 1) - row.length
+    return min(row.limit, request.stored - 1) - row.length_at_most
 
 
 def _sync(requests: Sequence[Request]) -> bool:
     """Have the lengths of requests' rows exact, waiting for steps that have not been read; False if all were."""
     unread = [request.running_row for request in requests if request.running_row.speculation.unread]
     for row in unread:
-        row.speculation.sync()
+        row.sync()
     return bool(unread)
 
 
 def _dispensable(request: Request) -> tuple[int, bool, int, int]:
     often = request.preemptions >= _OFTEN
-    return request.priority, not often, -request.running_row.length, request.arrival
+    return request.priority, not often, -request.running_row.length_at_most, request.arrival

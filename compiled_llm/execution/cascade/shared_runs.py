@@ -13,7 +13,6 @@ from itertools import compress
 from operator import is_not, itemgetter, le
 from typing import NamedTuple, Protocol
 
-from compiled_llm.kvcache.table import Stored
 from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS
 from compiled_llm_ops.attention.cascade.tables import SharedRun
 
@@ -26,9 +25,11 @@ _EXACT = 32
 """Up to so many different beginnings the best runs are found, which takes time with the square of nested ones."""
 
 
-class Paged(Stored, Protocol):
-    """The fields of a row that grouping needs; ``page_period`` as that of a ``Row``."""
+class Paged(Protocol):
+    """The fields of a row that grouping needs, as those of a ``Row``; rows share pages that are full for certain."""
 
+    pages: list[int]
+    length_at_most: int
     page_period: object
 
 
@@ -111,7 +112,7 @@ class SharedRuns:
         """Return the runs of B different rows, ordered by first page and row; the same object while nothing changes."""
         # The rows are already grown by the token that they are about to feed in.
         periods = [row.page_period for row in rows]
-        lengths = [row.length for row in rows]
+        lengths = [row.length_at_most for row in rows]
         if periods == self._periods and self._hold(lengths):
             return self._runs
         try:
@@ -162,7 +163,7 @@ class SharedRuns:
 
     def _numbers(self, row: Paged, start: int) -> bytes:
         """Return the numbers of the pages from ``start`` on that the row does not write into."""
-        end = max(0, row.length - 1) // self._page_size
+        end = max(0, row.length_at_most - 1) // self._page_size
         return array("i", row.pages[start:end]).tobytes()
 
     def _add(self, rows: Sequence[Paged], period: object, node: _Node) -> None:

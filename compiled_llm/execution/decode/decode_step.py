@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.accepted import AcceptedTokens
-from compiled_llm.execution.batch import Batch, StepOutput, Tap, TokenSpan, last_tokens
+from compiled_llm.execution.batch import Batch, Drafting, StepOutput, Tap, TokenSpan, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
@@ -43,6 +43,7 @@ class DecodeStep:
         deferred_sampling: DeferredSampling,
         readbacks: Readbacks,
         taps: Sequence[Tap] = (),
+        drafting: Drafting | None = None,
     ) -> None:
         """Note a step that has just run, of rows grown by the tokens that they have fed in, and what runs it again."""
         # Rows can grow by ``room`` tokens until one lacks a page number or a position, within ``period``.
@@ -54,12 +55,11 @@ class DecodeStep:
         self._validity, self._period = state.validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = bool(deferred_sampling.deferring) and deferred_sampling.defers(rows)
-        self._taps = taps  # of the batch that it was made for
-        self._watching: Sequence[Tap] = _watching(taps)
+        self._taps, self._drafting = taps, drafting  # of the batch that it was made for
         self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches
         self._read_at = 0  # its ``repeats``
         count, new = len(rows), launch.new_tokens
-        self._new, self._asked, self._accepts = new, (launch.key.wants, new), launch.accepts
+        self._new, self._asked, self._accepts = new, launch.key.wants, launch.accepts
         self._kept = slice(count * new) if count < launch.key.rows else None  # the others are padding's
         self.output = self._of_rows(launch.outputs)
         if self._accepts:
@@ -83,7 +83,7 @@ class DecodeStep:
     def end(self) -> None:
         """Let the next step be made anew, from the rows that sit in the decode buffers; it keeps no model alive."""
         self._room = -math.inf  # whatever is given back
-        self._taps, self._watching = (), ()  # they may hold the cache whose step this is
+        self._taps = ()  # they may hold the cache whose step this is
         self._launch.release()
 
     def run(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> list[Arriving] | None:
@@ -104,7 +104,8 @@ class DecodeStep:
             self._period is self._validity.period
             and self._room >= self._new
             and self.rows == batch.decode
-            and (batch.taps is self._taps or self._asked == (batch.wants, batch.new_tokens))
+            and batch.drafting is self._drafting
+            and (batch.taps is self._taps or self._asked == batch.wants)
             and not self._deferred_sampling.unsampled
         )
 
@@ -122,7 +123,7 @@ class DecodeStep:
             with deferred():
                 self._accept(self._new) if self._accepts else self._advance()
             taps = batch.taps
-            if taps and (taps := self._watching if taps is self._taps else _watching(taps)):
+            if taps:
                 self._show(taps)
         except BaseException:
             failed(self.rows)
@@ -136,12 +137,12 @@ class DecodeStep:
         if self._entering is None:
             self._entering = {}
             for row in self.rows:
-                self._entering.setdefault((self.repeats - row.length) % self._page_size, []).append(row)
+                self._entering.setdefault((self.repeats - row.exact_length) % self._page_size, []).append(row)
         for row in self._entering.get(self.repeats % self._page_size, ()):
             row.enter_page()
         for row in self.rows:
-            row.position += 1
-            row.length += 1
+            row.position_at_most += 1
+            row.length_at_most += 1
         self.repeats += 1
         self._room -= 1
 
@@ -152,9 +153,9 @@ class DecodeStep:
         accepted = AcceptedTokens(rows, self._new, self._readbacks.start(tokens), self._give_back)
         self.output, size = StepOutput(rows, logits, tokens, accepted=accepted), self._page_size
         for row in rows:  # no call for each: there may be hundreds, and most enter a page
-            row.position += new
-            row.length += new
-            while row.length > len(row.pages) * size:
+            row.position_at_most += new
+            row.length_at_most += new
+            while row.length_at_most > len(row.pages) * size:
                 row.pages.append(row.ahead.pop(0))
         self.repeats += new
         self._room -= new
@@ -168,7 +169,3 @@ class DecodeStep:
             self._spans, self._read_at = last_tokens(self.rows), self.repeats
         for tap in taps:
             tap.launched(self._spans, self._launch.outputs.emitted, self.repeats - self._read_at)
-
-
-def _watching(taps: Sequence[Tap]) -> list[Tap]:
-    return [tap for tap in taps if tap.watches]

@@ -187,7 +187,7 @@ class DeferredSampling:
         if masks is not None:
             self._write_masks(*masks)
         # Rows that are sampled late feed in no guesses: of each step one token counts.
-        at = np.array([row.least_position for row in rows], dtype=np.int64)
+        at = np.array([row.position_at_least for row in rows], dtype=np.int64)
         there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
         copies = [part.logits for part in self.unsampled]
         logits = kept if kept is not None else copies[0] if len(copies) == 1 else torch.cat(copies)

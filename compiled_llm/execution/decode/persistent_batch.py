@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import StepOutput, Tap
+from compiled_llm.execution.batch import Batch, StepOutput
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.growth import sync_lengths
@@ -127,8 +127,9 @@ class PersistentBatch:
 
     def _place(self, row: Row, new_tokens: int) -> _Place:
         """Return a row's place as it was when the buffers were written; it has just grown by ``new_tokens``."""
-        length = row.length + row.speculation.rejected
-        return row.slot, length - new_tokens - self._advanced, row.position - row.length + new_tokens
+        length = row.length_at_most + row.speculation.rejected
+        from_length_on = row.position_at_most - row.length_at_most + new_tokens
+        return row.slot, length - new_tokens - self._advanced, from_length_on
 
     def _enters_page(self, rows: Sequence[Row], new_tokens: int) -> bool:
         """Whether a row has just entered a page; padding, which has one page, may have with several new tokens."""
@@ -136,21 +137,21 @@ class PersistentBatch:
         return (
             self._buffers.follows_tokens
             or new_tokens > 1
-            or any((row.length - 1) % self._page_size == 0 for row in rows)
+            or any((row.exact_length - 1) % self._page_size == 0 for row in rows)
         )
 
-    def commit(self, rows: Sequence[Row], launch: Launch, period: object, taps: Sequence[Tap] = ()) -> StepOutput:
-        """Make the step that has just run, of rows grown by what they fed in, so that it can be run again."""
+    def commit(self, rows: Sequence[Row], launch: Launch, period: object, batch: Batch) -> StepOutput:
+        """Make the step of a batch that has just run, whose rows have grown, so that it can be run again."""
         # ``period`` is of ``StepValidity``, before the rows grew.
         rows = list(rows) if self.step is None else self.step.rows
         for row in rows:
-            row.position += launch.new_tokens
+            row.position_at_most += launch.new_tokens
             row.has_next = True
         if launch.new_tokens == 1:
             self._wanted, self.bucket = launch.wanted, launch.key.rows
         self._advanced += launch.new_tokens
         feed = functools.partial(self._buffers.feed, len(rows), launch.key)
-        of_loop = self._state, period, self.deferred, self._readbacks, taps
+        of_loop = self._state, period, self.deferred, self._readbacks, batch.taps, batch.drafting
         self.step = DecodeStep(rows, launch, self._room(rows), feed, *of_loop)
         self._logits = None
         return self.step.output
@@ -164,8 +165,8 @@ class PersistentBatch:
         if self._buffers.follows_pages:
             room = min([row.room for row in rows])
         else:
-            room = min([row.listed * self._page_size - row.length for row in rows])
-        return min(room, self._longest - max([row.length for row in rows]))
+            room = min([row.listed * self._page_size - row.length_at_most for row in rows])
+        return min(room, self._longest - max([row.length_at_most for row in rows]))
 
     # ---- rows come and go
 

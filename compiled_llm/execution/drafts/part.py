@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
 from compiled_llm.compilation.graphs.step_key import ACCEPTED, StepKey
 from compiled_llm.execution.accepted import AcceptedTokens
-from compiled_llm.execution.batch import Tap
+from compiled_llm.execution.batch import Drafting
 from compiled_llm.execution.drafts.costs import Costs
 from compiled_llm.execution.drafts.rule import Rule
 from compiled_llm.execution.drafts.texts import Texts, texts_of
@@ -74,7 +74,7 @@ class Drafts:
         # A step that is repeated tells the device of no limit, so the next one is made anew.
         changed = model_runner.state.validity.invalidate
         self.rule = rule or Rule(self.sizes_at_once, costs, self.most, changed)
-        self._taps = {new: _Tap(self, wants, new) for new in NEW_TOKENS}
+        self._drafting = {new: _Drafting(self, wants, new) for new in NEW_TOKENS}
 
     @property
     def sizes(self) -> list[int]:
@@ -104,13 +104,13 @@ class Drafts:
         step = self.key(runner.steps.step_of_several(rows, size))
         return runner.thread.call(runner.steps.compiled_beside, step)
 
-    def tap(self, new_tokens: int) -> Tap:
-        """Return the tap that has a step of so many tokens a row draft, always the same one."""
-        return self._taps[new_tokens]
+    def drafting(self, new_tokens: int) -> Drafting:
+        """Return what has a step of so many tokens a row draft, always the same one."""
+        return self._drafting[new_tokens]
 
     def key(self, step: StepKey) -> StepKey:
         """Return the key of a step of so many rows and tokens, with drafts."""
-        return step._replace(wants=self._taps[step.new_tokens_per_row].wants)
+        return step._replace(wants=self._wants)
 
     def enter(self, rows: Sequence[Row]) -> None:
         """Have the texts of rows there that are about to draft."""
@@ -128,10 +128,8 @@ class Drafts:
         return runs
 
 
-class _Tap(Tap):
+class _Drafting:
     """Has steps draft."""
-
-    watches = False
 
     def __init__(self, drafts: Drafts, wants: tuple[str, ...], new_tokens: int) -> None:
         self._drafts, self.wants, self.new_tokens = drafts, wants, new_tokens

@@ -133,15 +133,15 @@ class Rounds:
 
     def _size(self, rows: Sequence[Row]) -> int:
         """Return how many tokens each row feeds in next; 0 if that has to be read first."""
-        most = min([self._limits[row] - row.length for row in rows])
+        most = min([self._limits[row] - row.length_at_most for row in rows])
         new = self._drafts.rule.size(rows)
         return new if new <= most else int(most > 0)
 
     def _batch(self, rows: list[Row], new: int) -> Batch:
         known = self._batches.get(new)
         if known is None or known.decode is not rows:
-            taps = (self._drafts.tap(new),) if new > 1 else ()
-            known = self._batches[new] = Batch(decode=rows, promise=self._loop.promise, taps=taps)
+            drafting = self._drafts.drafting(new) if new > 1 else None
+            known = self._batches[new] = Batch(decode=rows, promise=self._loop.promise, drafting=drafting)
         return known
 
     def _read(self) -> None:

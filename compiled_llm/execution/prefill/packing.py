@@ -79,7 +79,7 @@ def pack(
     np.concatenate([extension.positions for extension in batch], out=packed.positions)
     start = 0
     for number, (extension, count) in enumerate(zip(batch, queries, strict=True)):
-        first, end = extension.row.length - count, start + count
+        first, end = extension.row.exact_length - count, start + count
         packed.token_rows[start:end] = number
         packed.token_positions[start:end] = np.arange(first, first + count, dtype=np.int32)
         start = end
@@ -128,7 +128,7 @@ def chunks(
     for extension in batch:
         start, count = 0, len(extension.ids)
         while start < count:
-            before, part = extension.row.length - count + start, min(count - start, most - tokens)
+            before, part = extension.row.exact_length - count + start, min(count - start, most - tokens)
             if holds is not None:
                 part = _that_fit(part, before, Taken(tokens, pages, len(chunk)), page_size, holds)
             if part:
@@ -171,7 +171,7 @@ def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extens
     """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
     if (start, stop) == (0, len(extension.ids)):
         return extension
-    length = extension.row.length - len(extension.ids) + stop
+    length = extension.row.exact_length - len(extension.ids) + stop
     row = Span(extension.row.pages[: -(-length // page_size)], length)
     ends = extension.is_last and stop == len(extension.ids)
     ids = extension.ids[start:stop]

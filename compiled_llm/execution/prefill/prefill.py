@@ -202,7 +202,7 @@ class Prefill:
         most = self._state.config.prefill_tokens
         if may_replay:
             queries = [len(extension.ids) for extension in extensions]
-            most = self._most_at_once(queries, [extension.row.length for extension in extensions])
+            most = self._most_at_once(queries, [extension.row.exact_length for extension in extensions])
         start, parts = 0, []
         for chunk in chunks(extensions, most, self._page_size, self._holds, self._state.spare_states):
             end = start + token_count(chunk)
@@ -270,7 +270,7 @@ class Prefill:
 
     def _schedule_for(self, chunk: Sequence[Extension]) -> int:
         queries = [len(extension.ids) for extension in chunk]
-        return self._planner.schedule_for(queries, [extension.row.length for extension in chunk])
+        return self._planner.schedule_for(queries, [extension.row.exact_length for extension in chunk])
 
     def _laid_out(
         self,
@@ -378,7 +378,7 @@ class Prefill:
         if brought is not None:
             captured = brought.captured and not wants and wanted <= len(chunk)
             return self._shape_with(brought, queries) if captured else None
-        shape = self._shape_for(queries, [extension.row.length for extension in chunk], wants)
+        shape = self._shape_for(queries, [extension.row.exact_length for extension in chunk], wants)
         if shape is None or wanted <= shape.rows:
             return shape
         scored = 2 * wanted >= sum(queries) and shape.tokens <= self._most_scored
@@ -545,7 +545,7 @@ def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenS
         row, count = cast(Row, extension.row), len(extension.ids)
         first, last = max(start - at, 0), min(end - at, count)
         if first < last:
-            spans.append(TokenSpan(row, row.length - count + first, last - first))
+            spans.append(TokenSpan(row, row.exact_length - count + first, last - first))
         at += count
     return spans
 

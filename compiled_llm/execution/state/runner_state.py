@@ -243,7 +243,7 @@ class RunnerState:
         """
         batch_indices, columns = np.nonzero(stored)
         counts = stored.sum(axis=1).tolist()
-        at = [np.arange(row.length - count, row.length) for row, count in zip(rows, counts, strict=True)]
+        at = [np.arange(row.exact_length - count, row.exact_length) for row, count in zip(rows, counts, strict=True)]
         size = self.config.page_size
         numbers = [np.array(row.pages, dtype=np.int64)[own // size] for row, own in zip(rows, at, strict=True)]
         entries = [np.concatenate(numbers), np.concatenate(at) % size, batch_indices, columns]
@@ -277,4 +277,4 @@ class RunnerState:
         """Return copies of a row's keys and values in one layer, each ``[K, length, D]``."""
         spec = self.specs[layer]
         (pages,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
-        return spec.read(self.pages[layer], pages, row.length)
+        return spec.read(self.pages[layer], pages, row.exact_length)

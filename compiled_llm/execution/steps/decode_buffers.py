@@ -117,12 +117,12 @@ class DecodeBuffers:
         if not len(written):
             return
         write, numbers, new = self._state.arena.write, slots.of(rows, step.rows), step.tokens // step.rows
-        positions = np.array([row.position for row in rows] + padding, dtype=np.int64)
-        lengths = np.array([row.length for row in rows] + [new for _ in padding], dtype=np.int32)
         write("decode_slot", written, numbers[first:])
         known = np.setdiff1d(written, [row.to for row in moved]) if moved else written
-        write("decode_position", known, positions[known])
-        write("decode_length", known, lengths[known])
+        entering = [rows[at] for at in known.tolist() if at < len(rows)]
+        write("decode_position", known, np.array([row.exact_position for row in entering] + padding, dtype=np.int64))
+        lengths = [row.exact_length for row in entering] + [new for _ in padding]
+        write("decode_length", known, np.array(lengths, dtype=np.int32))
         write("decode_start", written, (numbers[first:] * slots.pages_each).astype(np.int32))
 
     def feed(self, rows: int, step: StepKey, tokens: Tensor) -> None:

@@ -154,7 +154,7 @@ class SamplingGraphs:
         """Write slots and positions of rows, and padding, to where a bucket's graph reads them."""
         # Mostly they are there already: each replay has moved the positions on.
         slots, padding = self._state.slots.numbers(rows), self._state.slots.padding
-        wanted, columns = _Held(bucket, slots, [row.least_position for row in rows]), self._columns[: 2 * bucket]
+        wanted, columns = _Held(bucket, slots, [row.position_at_least for row in rows]), self._columns[: 2 * bucket]
         if self._held != wanted:
             numbers = np.zeros((2, bucket), dtype=np.int64)
             numbers[0], numbers[0, : len(rows)], numbers[1, : len(rows)] = padding, slots, wanted.positions

@@ -143,7 +143,7 @@ class PageCheck(RunnerTap):
             self._entered[place], self._rows[row.number % 2**FAULT_ROW_BITS] = row.number, row
         chains = [_chain(row).chain for row in rows]
         known = {
-            place: _with_length(chain, row.length - count)
+            place: _with_length(chain, row.exact_length - count)
             for place, row, chain, count in zip(places, rows, chains, new, strict=True)
             if chain is not None or row.slot is None
         }
@@ -159,7 +159,7 @@ class PageCheck(RunnerTap):
             watch = _chain(row)
             before, watch.chain = watch.chain, None
             if ids is not None and before is not None:
-                watch.chain = chain_with(before, ids[at], row.length - len(ids[at]))
+                watch.chain = chain_with(before, ids[at], row.exact_length - len(ids[at]))
             if row.slot is None:
                 watch.lost()
 
@@ -179,7 +179,7 @@ class PageCheck(RunnerTap):
         columns: list[NDArray[Any]] = [
             np.concatenate(ids),
             table.indptr[:-1].copy(),
-            np.array([row.length for row in rows], dtype=np.int32),
+            np.array([row.exact_length for row in rows], dtype=np.int32),
             table.indices,
             np.array(places, dtype=np.int64),
             table.qo_indptr,

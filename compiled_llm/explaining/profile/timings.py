@@ -134,7 +134,7 @@ class _Stopwatch:
                 for _ in range(_PROFILED):
                     generate_loop.step()
                 profiler.stop()
-            context = sum(row.length for row in generate_loop.rows) // len(prompts) - _PROFILED // 2
+            context = sum(row.exact_length for row in generate_loop.rows) // len(prompts) - _PROFILED // 2
         nbytes = step_bytes(self._model, context, self._model_runner.state)
         moved = moved_by_decode(nbytes, len(prompts))
         # Where host and device are one, launching a step is running it.

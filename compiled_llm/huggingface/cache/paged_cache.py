@@ -193,7 +193,7 @@ class PagedCache(Cache):
         lengths = self.stored[:, :left].sum(axis=1).tolist()
         kinds, given = self.model_runner.state.facts.kinds, f"crop: tokens_to_remove={tokens_to_remove}"
         refused = refusal(kinds, "crop", given)
-        if refused and any(0 < kept < row.length for row, kept in zip(self._rows, lengths, strict=True)):
+        if refused and any(0 < kept < row.exact_length for row, kept in zip(self._rows, lengths, strict=True)):
             raise ValueError(refused)
         with self.generate_loop.promise.drawn_on():
             for row, length in zip(self._rows, lengths, strict=True):
@@ -246,12 +246,12 @@ class PagedCache(Cache):
         stored = self.stored if self.seen else np.zeros((len(rows), 0), dtype=bool)
         for row, update in zip(rows, updates, strict=True):
             row.rewind(update.kept)
-        positions, lent = [row.position for row in rows], _lent(rows)
+        positions, lent = [row.exact_position for row in rows], _lent(rows)
         self.stored = with_only_kept(stored, updates)
         try:
             yield rows
         except BaseException:
-            for row, update, entry, row.position in zip(rows, updates, lent, positions, strict=True):
+            for row, update, entry, row.exact_position in zip(rows, updates, lent, positions, strict=True):
                 row.go_back(update.kept, entry)
             if not self.seen:
                 self.close()

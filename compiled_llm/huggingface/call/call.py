@@ -107,7 +107,7 @@ class PagedCall(LoopArguments):
         output = prefill(self.runtime.facts.model, self.input_ids, self.config, self.kwargs)
         assert output.logits is not None
         none = np.zeros(0, dtype=np.int64)
-        updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.generate_loop.rows]
+        updates = [RowUpdate(row.exact_length, self.cache.seen, none) for row in self.cache.generate_loop.rows]
         first = self.cache.seen - self.input_ids.shape[1]
         more = {name: value for name, value in output.items() if name not in ("logits", "past_key_values")}
         return replace(self, first=first, updates=updates, logits=output.logits[:, -1], outputs=more)
@@ -250,7 +250,7 @@ def _has_own_positions(call: PagedCall) -> bool:
         )
     positions = flat.expand(rows, -1).numpy()
     shift = call.last - positions.shape[1]
-    starts = [row.position - row.length for row in call.cache.generate_loop.rows] or [0] * len(positions)
+    starts = [row.exact_position - row.exact_length for row in call.cache.generate_loop.rows] or [0] * len(positions)
     for row, start, update in zip(positions, starts, call.updates, strict=True):
         counted = start + np.arange(update.kept, update.length)
         covered = update.columns >= shift

@@ -86,8 +86,8 @@ def assert_launches_of_any_size_return_while_the_device_sleeps(
                 if turn == 6 and len(prompts) > 1:
                     running = running[1:]
                 size = SIZES[turn % len(SIZES)]
-                taps = (rounds._drafts.tap(size),) if size > 1 else ()
-                launched.append(loop.launch(Batch(decode=running, promise=loop.promise, taps=taps)))
+                drafting = rounds._drafts.drafting(size) if size > 1 else None
+                launched.append(loop.launch(Batch(decode=running, promise=loop.promise, drafting=drafting)))
                 if number == 0:
                     loop.model_runner.catch_up(lambda: False)
             took, over = time.perf_counter() - start, asleep.query()

@@ -97,7 +97,7 @@ def of_steps(model: Any, change: Callable[[Any], object]) -> int:
 
 
 def forget_a_token(loop: Any) -> None:
-    loop.rows[0].rewind(loop.rows[0].length - 1)
+    loop.rows[0].rewind(loop.rows[0].exact_length - 1)
 
 
 @pytest.mark.parametrize("change", [lambda loop: None, forget_a_token], ids=["repeated", "changed"])

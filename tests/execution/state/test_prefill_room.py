@@ -117,5 +117,5 @@ def test_pieces_hold_every_token_once_and_no_more_than_the_budget(seed):
     for chunk in pieces:
         for part in chunk:
             whole = batch[part.ids[0] // 100]
-            assert part.row.length == whole.row.length - whole.ids[-1] + part.ids[-1]
-            assert len(part.row.pages) == -(-part.row.length // 4) or part.row is whole.row
+            assert part.row.exact_length == whole.row.exact_length - whole.ids[-1] + part.ids[-1]
+            assert len(part.row.pages) == -(-part.row.exact_length // 4) or part.row is whole.row

@@ -485,10 +485,10 @@ def test_what_a_cache_refuses_changes_nothing_and_it_goes_on(name, models, input
         given = inputs["input_ids"][:2, -4:], mask[:2, -4:]
     call, error, message = {**OVER_AN_EMPTY_ONE, **OVER_A_FILLED_ONE}[name]
     rows, pages = caches[1].generate_loop.rows, wrapped.compiled.stats().pages
-    before = [row.length for row in rows], caches[1].get_seq_length()
+    before = [row.exact_length for row in rows], caches[1].get_seq_length()
     with pytest.raises(error, match=message):
         call(wrapped, caches[1], inputs)
-    assert ([row.length for row in rows], caches[1].get_seq_length()) == before
+    assert ([row.exact_length for row in rows], caches[1].get_seq_length()) == before
     assert pages in (None, wrapped.compiled.stats().pages)
     if pages is None and wrapped.compiled.stats().pages is not None:
         assert_account_is_empty(wrapped)

@@ -91,7 +91,7 @@ def test_a_conversation_goes_on_from_what_a_step_too_many_left(plain, model, rea
         given: dict[str, Any] = dict(mixed_prompts([4, 9, 6], 128, seed))
         for _ in range(3):
             out = greedy(own, given, 20, logits_processor=[Noted()], return_dict_in_generate=True, **EARLY)
-            assert all(row.length == stored.sum() for row, stored in _rows(out.past_key_values))
+            assert all(row.exact_length == stored.sum() for row, stored in _rows(out.past_key_values))
             assert out.sequences.shape[1] < given["input_ids"].shape[1] + 20
             given = next_turn(given, out, torch.tensor([[7, 8]] * 3))
             del out

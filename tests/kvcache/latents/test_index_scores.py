@@ -167,14 +167,17 @@ def test_chunks_of_any_rows_are_as_large_as_scores_allow(seed: int) -> None:
             np.concatenate([part.ids for chunk in pieces for part in chunk]), np.concatenate([row.ids for row in batch])
         )
         for number, chunk in enumerate(pieces):
-            tokens, pages = sum(len(part.ids) for part in chunk), sum(-(-part.row.length // size) for part in chunk)
+            tokens, pages = (
+                sum(len(part.ids) for part in chunk),
+                sum(-(-part.row.exact_length // size) for part in chunk),
+            )
             assert tokens <= most
             assert own.holds(tokens, pages, len(chunk))
             if number + 1 < len(pieces) and tokens < most:
                 following = pieces[number + 1][0]
-                with_one = -(-(following.row.length - len(following.ids) + 1) // size)
+                with_one = -(-(following.row.exact_length - len(following.ids) + 1) // size)
                 last = chunk[-1]
-                already = -(-last.row.length // size) if last.ids[0] // 1000 == following.ids[0] // 1000 else 0
+                already = -(-last.row.exact_length // size) if last.ids[0] // 1000 == following.ids[0] // 1000 else 0
                 assert not own.holds(tokens + 1, pages + with_one - already, 1), "one token more would have fitted"
 
 

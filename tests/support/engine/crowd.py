@@ -148,7 +148,7 @@ class NaiveDevice:
         return bool(decode and extend)
 
     def mixing_pays(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
-        return sum(row.length for row in decode) % 2 == 0  # now and then
+        return sum(row.length_at_most for row in decode) % 2 == 0  # now and then
 
     def run(self, batch: Batch, persistent: Any) -> StepOutput:
         self.fault("run")
@@ -159,8 +159,10 @@ class NaiveDevice:
         for extension in batch.extend:
             row = extension.row
             assert isinstance(row, Row)
-            assert row.position == row.length
-            assert extension.positions.tolist() == list(range(row.length, row.length + len(extension.ids)))
+            assert row.position_at_most == row.length_at_most
+            assert extension.positions.tolist() == list(
+                range(row.length_at_most, row.length_at_most + len(extension.ids))
+            )
         with grown(rows, [len(ids) for _, ids, _ in entries], None, self._copies):
             for row, ids, _ in entries:
                 self._write(row, ids)
@@ -169,7 +171,7 @@ class NaiveDevice:
             assert not self.unsampled, "the rows of an earlier step have no tokens yet"
             chosen = [(row, self._now_or_late(row)) for row, _, ends in entries if ends]
         for row in rows:
-            row.position = row.length
+            row.position_at_most = row.length_at_most
         self.next.update((row, max(0, token)) for row, token in chosen if row not in self.unsampled)
         self.fault("ran")
         return StepOutput([row for row, _ in chosen], None, [token for _, token in chosen])  # type: ignore[arg-type]
@@ -197,7 +199,7 @@ class NaiveDevice:
 
     def _write(self, row: Row, ids: Sequence[int]) -> None:
         size = self.pool.page_size
-        for at, token in enumerate(ids, start=row.length - len(ids)):
+        for at, token in enumerate(ids, start=row.length_at_most - len(ids)):
             page = row.pages[at // size]
             unwritten = self.pool.memory[page][at % size] == POISON  # others begin with it in the same step
             assert unwritten or self.pool._owners[page] == 1, "a row writes into a page that others read"
@@ -207,7 +209,7 @@ class NaiveDevice:
         if row.states is None:
             return
         text, (read, write) = self.text(row), row.states.step
-        before = text[: row.length - tokens]
+        before = text[: row.length_at_most - tokens]
         assert (read == NO_ENTRY and not before) or self.after[read] == before, "a state after another text"
         assert self.pool.states is not None
         assert self.pool.states._owners[write] == 1, "a row writes a state that others read"
@@ -216,7 +218,7 @@ class NaiveDevice:
     def text(self, row: Row) -> list[int]:
         """What a row reads."""
         size = self.pool.page_size
-        read = [self.pool.memory[row.pages[at // size]][at % size] for at in range(row.length)]
+        read = [self.pool.memory[row.pages[at // size]][at % size] for at in range(row.length_at_most)]
         assert POISON not in read, "a row reads a page that it has not written"
         assert row in self.mixed or {version for _, version in read} == {self.version}, "computed with other weights"
         return [token for token, _ in read]
@@ -285,7 +287,7 @@ class Watched(Scheduler):
         assert sum(len(chunk.ids) for chunk in plan.extend) <= self._budget(self, plan.decode)
         assert all(len(chunk.ids) for chunk in plan.extend)
         for request in plan.decode:
-            chosen = request.running_row.least - len(request.prompt) + 1
+            chosen = request.running_row.length_at_least - len(request.prompt) + 1
             assert len(request.tokens) <= chosen < request.max_tokens
         admitted = [request for request in self.running if request not in before]
         assert all(came(a) < came(b) for a in admitted for b in self._queue.ready), "a request has been passed over"
@@ -470,7 +472,9 @@ class Crowd(RuleBasedStateMachine):
             else:
                 assert request.tokens == tokens[: len(request.tokens)]
             if request.row is not None:
-                assert request.row.least < len(request.prompt) + request.max_tokens, "it runs on after its last token"
+                assert request.row.length_at_least < len(request.prompt) + request.max_tokens, (
+                    "it runs on after its last token"
+                )
 
     @invariant()
     def everything_adds_up(self) -> None:

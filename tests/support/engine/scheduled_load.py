@@ -37,7 +37,7 @@ class Recounted:
         states = len(rows) if pool.states is None else pool.states.available // 2
         room = MAX_NUM_SEQS if pool.states is None else min(MAX_NUM_SEQS, len(rows) + states)
         assert state.max_rows == room, "states"
-        lengths = [max(len(each.known), each.running_row.length) for each in scheduler.running]
+        lengths = [max(len(each.known), each.running_row.length_at_most) for each in scheduler.running]
         assert sorted(state.running.tokens.tolist()) == sorted(lengths)
         stored = [len(each.prompt) + each.max_tokens - 1 for each in scheduler.running]
         assert sorted((state.running.tokens + state.running.left).tolist()) == sorted(stored), "what is left"

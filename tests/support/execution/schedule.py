@@ -79,7 +79,7 @@ class Schedule:
         assert arrived == self.expected, "tokens of the step before, of the rows that took part in it"
         assert_logits(self.generate_loop, *(self.twins[row] for row in took_part))
         self.expected = {row: self.twins[row].next for row in took_part}
-        assert all(row.least <= len(self.twins[row].fed) <= row.length for row in took_part)
+        assert all(row.length_at_least <= len(self.twins[row].fed) <= row.length_at_most for row in took_part)
 
     def extend(self) -> None:
         """Like the user's next words in a conversation."""
@@ -108,7 +108,7 @@ class Schedule:
     def rewind(self) -> None:
         row = list(self.twins)[self._rng.integers(len(self.twins))]
         row.rewind(int(self._rng.integers(1, len(self.twins[row].fed) + 1)))
-        self.twins[row] = Alone(self._plain, self.twins[row].fed[: row.length])
+        self.twins[row] = Alone(self._plain, self.twins[row].fed[: row.length_at_most])
 
     def fork(self) -> None:
         fork = self.generate_loop.fork()

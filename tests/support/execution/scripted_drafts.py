@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.compilation.drafts import NEW_TOKENS
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.accepted import AcceptedTokens
-from compiled_llm.execution.batch import Batch, Tap
+from compiled_llm.execution.batch import Batch, Drafting
 from compiled_llm.execution.drafts.part import Drafts, DraftSettings
 from compiled_llm.execution.drafts.texts import Texts
 from compiled_llm.execution.generate_loop import GenerateLoop
@@ -54,7 +54,7 @@ class ScriptedDrafts:
         key = self._drafts.key(StepKey.decode(1, NEW_TOKENS[0]))
         self.drafter: Scripted = loop.model_runner.decode_buffers.drafts[key.wants](key).drafter
         self._script: dict[Row, Tensor] = {}
-        self._taps = {new: _Tap(self, self._drafts.tap(new)) for new in NEW_TOKENS}
+        self._drafting = {new: _Drafting(self, self._drafts.drafting(new)) for new in NEW_TOKENS}
 
     def launch(self, new: int, counts: Sequence[int], twins: Sequence[Alone]) -> Launched:
         """Launch a step of ``new`` tokens a row, of which ``counts`` count; the rows' twins go on by as many."""
@@ -66,7 +66,7 @@ class ScriptedDrafts:
                 expected[row].append(twin.next)
             self._script[row] = torch.tensor([*expected[row][:-1], *[twin.next ^ 1] * MOST][:MOST])
         self._write([row for row in rows if row.slot is not None])
-        batch = Batch(decode=rows, promise=self._loop.promise, taps=(self._taps[new],))
+        batch = Batch(decode=rows, promise=self._loop.promise, drafting=self._drafting[new])
         _, accepted = self._loop.launch(batch)
         assert isinstance(accepted, AcceptedTokens)
         return Launched(accepted, expected)
@@ -85,11 +85,9 @@ def _made(texts: Texts) -> Scripted:
     return Scripted(torch.zeros(len(texts.limits), MOST, dtype=torch.int64, device=texts.limits.device))
 
 
-class _Tap(Tap):
-    watches = False
-
-    def __init__(self, drafts: ScriptedDrafts, tap: Tap) -> None:
-        self._drafts, self.wants, self.new_tokens = drafts, tap.wants, tap.new_tokens
+class _Drafting:
+    def __init__(self, drafts: ScriptedDrafts, own: Drafting) -> None:
+        self._drafts, self.wants, self.new_tokens = drafts, own.wants, own.new_tokens
 
     def entering(self, rows: Sequence[Row]) -> None:
         self._drafts.enter(rows)
