@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.huggingface import let_outputs_be_captured
 from compiled_llm.compat.torch.dynamo import (
+    NotCompiledError,
     compiled_code,
     forget_when_gone,
     graph_count,
@@ -109,10 +110,10 @@ class PreparedCall(NamedTuple):
         return self._replace(code=ran or self.code or compiled_code(self.function, self.arguments))
 
     def compiling_nothing(self) -> PreparedCall:
-        """Return the call by the code that is compiled for it, or raise RuntimeError if there is none."""
+        """Return the call by the code that is compiled for it, or raise NotCompiledError if there is none."""
         call = self.unguarded(None)
         if call.code is None and not (call.interpreted or call.kept is not None):
-            raise RuntimeError(f"{self.function.__name__} is not compiled for these arguments, and a capture is open")
+            raise NotCompiledError.of(self.function, self.arguments)
         return call
 
     def bound(self) -> Callable[[], Any]:
@@ -151,7 +152,7 @@ class Programs:
         # ``weights``, the fused ones, must be ``laid_out`` at each call. Of ``compilers`` of kernels, so many run at
         # once; of None, as many as there are cores.
         self._made_from = config, facts, device, weights, artifacts
-        self._taken_from: dict[str, Programs] = {}
+        self._taken_from: list[Programs] = []
         self._version = facts.version
         self._version.watch_code(places_of([facts.model_class]))
         self._code = self._version.code
@@ -299,7 +300,7 @@ class Programs:
         self._functions[name], self._programs[name] = others._functions[name], others._programs[name]
         if (outline := others._outlines.get(name)) is not None:
             self._outlines[name] = outline
-        self._taken_from[name] = others  # whose end would free its code
+        self._taken_from.append(others)  # whose end would free its code, which a capture may still need
 
     def refresh_adapters(self, model: PreTrainedModel, replays: bool) -> bool:
         """Refresh the active adapters; if CUDA graphs read them (``replays``), return if old ones still may."""

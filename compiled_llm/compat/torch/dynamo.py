@@ -256,6 +256,19 @@ def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
     return sorted(graphs, key=lambda graph: [int(part) for part in graph.number.split("/")])
 
 
+class NotCompiledError(RuntimeError):
+    """A function has no code for arguments that it was compiled for before: something has changed meanwhile."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: dict[str, Any]) -> NotCompiledError:
+        """Return the error, with the guards that do not hold."""
+        failed = [entry.guard_manager.check_verbose(arguments).verbose_code_parts for entry in _entries(function)]
+        return cls(
+            f"{function.__name__} was not compiled for these arguments, or they have changed since; of its "
+            f"{len(failed)} graphs these guards do not hold: {failed}"
+        )
+
+
 def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
     """Return whether Dynamo has compiled code of a function made by ``own_copy`` for these arguments."""
     return compiled_code(function, arguments) is not None
@@ -273,12 +286,12 @@ def compiled_code(function: Callable[..., Any], arguments: dict[str, Any]) -> Fu
 
 def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
     """Return Dynamo's check before it runs the code for ``arguments``, by name, of a function of ``own_copy``'s."""
-    # The function was called with them before; RuntimeError if Dynamo has no code for them.
+    # The function was called with them before; NotCompiledError if Dynamo has no code for them.
     for entry in _entries(function):
         check: Callable[[dict[str, Any]], bool] = entry.guard_manager.check
         if check(arguments):
             return check
-    raise RuntimeError(f"{function.__name__} was not compiled for these arguments, or they have changed since")
+    raise NotCompiledError.of(function, arguments)
 
 
 def traced_code() -> frozenset[CodeType]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.capturing import CaptureBrokenError
 from compiled_llm.compat.torch.cudagraph_trees import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
+from compiled_llm.compat.torch.dynamo import NotCompiledError
 from compiled_llm.compat.torch.gate import GATE
 from compiled_llm.compilation.graphs.capture import TIMES_BROKEN, CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
@@ -178,15 +179,12 @@ class CudaGraphs:
         self.table.changed()  # also if it has failed: steps need leave no time any more
         try:
             captured = underway.captured.result()
-        except CaptureBrokenError as error:
-            if underway.broken < TIMES_BROKEN:
-                logger.debug("the capture of a %s was broken by another thread, and begins again: %s", key, error)
+        except Exception as error:
+            if isinstance(error, CaptureBrokenError) and underway.broken < TIMES_BROKEN:
+                logger.debug("the capture of a %s begins again: %s", key, error)
                 self.begin(key, underway.step, underway.broken + 1)
             else:
                 self._note_failure(key, error)
-            return
-        except Exception as error:
-            self._note_failure(key, error)
             return
         self.nbytes += captured.cost.shared
         if self.table.try_to_add(key, captured, self._cost(captured, underway.step, underway.shared), _OWNER):
@@ -228,6 +226,10 @@ class CudaGraphs:
         return launch, self._shared_bytes() - before
 
     def _note_failure(self, key: StepKey, error: Exception) -> None:
+        if isinstance(error, (CaptureBrokenError, NotCompiledError)):  # which say nothing about the step
+            logger.debug("the capture of a %s is given up: %s", key, error)
+            self.table.give_up(key)
+            return
         failed_before = any(entry.failures for entry in self.table.entries.values())
         logger.log(
             logging.DEBUG if failed_before else logging.WARNING,
