@@ -20,7 +20,6 @@ from compiled_llm.compilation.regions import (
     join,
     without_symbols,
 )
-from compiled_llm.compilation.torch_compile.compile_only import not_run_yet
 from compiled_llm.compilation.tracing.layer_marks import fill
 from compiled_llm.kinds.registry import state_ops
 from compiled_llm.model.version.training import FLAGS
@@ -69,9 +68,6 @@ class Inductor:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return the compiled graph; ``inputs`` are those of the first call."""
-        return not_run_yet(self._compile(module, inputs))
-
-    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         leave_unguarded(FLAGS)
         fill(module.graph)
         for rewrite in self._passes:

@@ -27,7 +27,7 @@ from compiled_llm.compat.torch.gate import loading, tracing
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.torch_compile.compile_error import CompileError
-from compiled_llm.compilation.torch_compile.compile_only import compiling_only
+from compiled_llm.compilation.torch_compile.compile_only import compiling_only, run_later
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -112,7 +112,7 @@ class Bounded:
     @functools.cached_property
     def _compiled(self) -> Callable[..., Any]:
         """The compiled function; to make it imports what traces, for which kept programs have no use."""
-        return compile_whole(self._function, self._backend)
+        return compile_whole(self._function, run_later(self._backend))
 
     def _by_name(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self._function.__code__.co_varnames, arguments, strict=False))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.torch.dynamo import is_traced
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.options import decode_options
@@ -140,7 +139,7 @@ def _drafted(inputs: DecodeInputs, tables: SamplingTables) -> tuple[Tensor, Tens
 
 def _proposed(drafter: Drafter, slots: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return what a drafter proposes; DrafterError if it raises."""
-    if is_traced():  # the error of a program that cannot be traced names the line
+    if torch.compiler.is_dynamo_compiling():  # the error of a program that cannot be traced names the line
         return drafter.propose(slots, lengths, k)
     try:
         return drafter.propose(slots, lengths, k)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.torch.dynamo import is_traced
 from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
@@ -95,7 +94,7 @@ def unpaged_step(
 ) -> Tensor:
     """Run the packed tokens of new rows, and sample nothing: ``[L, V]`` logits in the model's dtype."""
     # Each layer leaves its keys and values in its one of ``pages``, which here are ``[2, T, K, D]``.
-    ends = () if is_traced() else inputs.ends
+    ends = () if torch.compiler.is_dynamo_compiling() else inputs.ends
     batch = PagedBatch(pages, specs, UnpagedRows(inputs.qo_indptr, ends))
     out = forward(
         model,
@@ -189,7 +188,7 @@ def _rows(inputs: DecodeInputs, new: int) -> PackedTokens | NewestTokens:
         ops = inputs.ops
         assert ops is not None, "decode steps are planned, or have ops"
         newest = NewestTokens(inputs.starts, inputs.lengths, inputs.indices, ops, new, shared=inputs.shared)
-        if inputs.shares_places and inputs.shared is None and not is_traced():
+        if inputs.shares_places and inputs.shared is None and not torch.compiler.is_dynamo_compiling():
             return newest._replace(shared=SharedPlaces())  # explain traces such steps without
         return newest
     assert new == 1, "a step of several tokens of a row is never planned"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from torch import fx
 
 
 class CompiledOnlyError(Exception):
@@ -18,11 +20,6 @@ class _OfThread(threading.local):
 
 
 _here = _OfThread()
-
-
-def compiles_only() -> bool:
-    """Return whether this thread compiles what it calls, and runs none of it."""
-    return _here.compiles_only
 
 
 @contextmanager
@@ -37,11 +34,17 @@ def compiling_only() -> Iterator[None]:
         _here.compiles_only = False
 
 
-def not_run_yet(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled graph, which is not run by a thread that ``compiles_only``."""
-    if not _here.compiles_only:
-        return compiled
+def run_later(backend: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """Return a backend of ``torch.compile`` whose graphs are not run by a thread that is ``compiling_only``."""
 
+    @functools.wraps(backend, updated=())
+    def compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _not_run_yet(backend(module, inputs))
+
+    return compile
+
+
+def _not_run_yet(compiled: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiled)
     def run(*arguments: Any) -> Any:
         if _here.compiles_only:
