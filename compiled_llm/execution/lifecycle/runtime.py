@@ -190,6 +190,10 @@ class Runtime:
             if not (isinstance(size, Integral) and 1 <= size <= limit):
                 raise ValueError(f"{name}: {size!r} is not a whole number between 1 and max_batch_size={limit}")
 
+    def usual_rows(self, most: int) -> int:
+        """Return how many rows there may be if nobody has said it: ``most``, or the room of artifacts, if less."""
+        return most if self.artifacts is None else min(most, self.artifacts.rows)
+
     def make_room(self, rows: int) -> None:
         """Have room for so many rows, as ``ModelRunnerLifecycle.make_room``; ValueError if the artifacts have less."""
         if self.artifacts is not None:
