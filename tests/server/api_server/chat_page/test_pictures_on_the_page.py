@@ -148,7 +148,9 @@ def parts_of(message: dict[str, Any]) -> list[str]:
     return [part.get("text", part["type"]) for part in message["content"]]
 
 
-def test_pictures_for_which_a_request_has_no_room_are_left_out_from_the_oldest_on(talk: Browser, script: Script) -> None:
+def test_pictures_for_which_a_request_has_no_room_are_left_out_from_the_oldest_on(
+    talk: Browser, script: Script
+) -> None:
     script.text = "Yes."
     talk.until("!document.querySelector('#add-picture').hidden")
     hand_over(talk, "drop")  # the first question has two
@@ -175,7 +177,8 @@ def test_pictures_for_which_a_request_has_no_room_are_left_out_from_the_oldest_o
 def test_pictures_have_room_beside_the_texts_in_the_bytes_of_a_request(talk: Browser) -> None:
     counted = """
     import('/page/messages.js').then(({ giveRoom, request }) => {
-      const turn = (text) => ({ question: text, answer: text, images: ['data:image/png;base64,' + 'A'.repeat(100_000)] });
+      const images = ['data:image/png;base64,' + 'A'.repeat(100_000)];
+      const turn = (text) => ({ question: text, answer: text, images });
       giveRoom(16, 300_000);
       return ['x', 'ä'.repeat(20_000)].map((text) => request([turn(text), turn('x'), turn('x')]).leftOut);
     })"""
