@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from compiled_llm.compat.torch.cudagraph_trees import prepare_cudagraph_trees
 from compiled_llm.compilation.artifacts.artifacts import rows_in
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import runtime_of
+from compiled_llm.execution.threads.busy_cores import warn_of_spinning
 from compiled_llm.features import feature
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
@@ -84,6 +86,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     config = _with_usual_rows(config, options)
     checked = check_model(model)
     check_placement(checked, config)
+    if checked.device.type == "cpu":
+        warn_of_spinning(torch.get_num_threads())
     check_attention(checked, config)
     stand_ins = stand_ins_for(checked, config.packed)
     base = type(checked)

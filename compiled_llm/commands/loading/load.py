@@ -26,12 +26,12 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from compiled_llm.commands.loading.cut_files import cut_file
 from compiled_llm.commands.loading.source import DEMO, Source, locate
-from compiled_llm.commands.openmp import other_work
 from compiled_llm.compat.huggingface import attention_implementation
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder as demo_folder
 from compiled_llm.demo_model.gguf import parsed_once
 from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.execution.threads.busy_cores import other_work
 from compiled_llm.model.classifiers import names_classifier
 
 
