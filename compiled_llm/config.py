@@ -382,6 +382,10 @@ class WrapConfig:
         """Whether steps check that rows read their own pages."""
         return self.check_pages != "off"
 
+    def mode_on(self, device: str) -> Mode:
+        """Return the mode by which a kind of device runs, ``"cpu"`` or ``"cuda"``: a CPU captures no CUDA graphs."""
+        return "compile" if device == "cpu" and self.mode != "eager" else self.mode
+
     def fuses_on(self, device: str) -> bool:
         """Return whether projections are fused on a kind of device, ``"cpu"`` or ``"cuda"``."""
         wanted = device == "cuda" if self.fuse_projections is None else self.fuse_projections
