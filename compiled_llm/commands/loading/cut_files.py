@@ -68,7 +68,7 @@ def _size_of_gguf(file: BinaryIO) -> int | None:
         return None
     found = {_text(file): _value(file, *_read(file, "I")) for _ in range(fields)}
     ends = [_end_of_tensor(file) for _ in range(tensors)]
-    alignment = found.get(b"general.alignment", 32)
+    alignment = int(found.get(b"general.alignment", 32))
     return -(-file.tell() // alignment) * alignment + max(ends, default=0)
 
 

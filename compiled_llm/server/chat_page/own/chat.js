@@ -97,6 +97,7 @@ function askAt(place, question, images) {
   const [begun, before] = [chat, [...chat.turns]];
   const turn = { question, ...(images?.length && { images }) };
   for (const later of begun.turns.splice(place, Infinity, turn)) later.shown.remove();
+  if (edited && !begun.turns.includes(edited)) stopEditing();
   forgetTaken();
   const gone = before.slice(place).filter((later) => later.answer).length;
   if (gone) takenAway(gone === 1 ? "An answer was replaced." : `${gone} answers have gone.`, () => bringBack(begun, before));

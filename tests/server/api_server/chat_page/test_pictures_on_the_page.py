@@ -183,8 +183,3 @@ def test_pictures_have_room_beside_the_texts_in_the_bytes_of_a_request(talk: Bro
       return ['x', 'ä'.repeat(20_000)].map((text) => request([turn(text), turn('x'), turn('x')]).leftOut);
     })"""
     assert talk.run(counted) == [1, 2]
-
-
-def test_the_server_says_how_many_pictures_a_request_can_have(talker: Any) -> None:
-    card = talker.models.list().data[0]
-    assert (card.limit_mm_per_prompt, card.max_body_bytes) == ({"image": 16}, 32 * 2**20)

@@ -71,6 +71,17 @@ def test_answers_that_another_answer_has_replaced_come_back(talk: Browser, scrip
     assert talk.texts(".tail") == ["Answer to One?", "Answer to Two?"]
 
 
+def test_a_question_that_is_edited_and_then_replaced_is_edited_no_more(talk: Browser, script: Script) -> None:
+    converse(talk, script, "One?", "Two?")
+    talk.press_button("Edit", 1)
+    talk.press_button("Regenerate", 0)
+    talk.until_answered()
+    assert talk.run("document.querySelector('#editing').hidden")
+    talk.ask("Three?")
+    talk.until_answered(2)
+    assert talk.texts("article.user") == ["One?", "Three?"]
+
+
 def test_bringing_back_ends_the_answer_in_its_place(talk: Browser, script: Script) -> None:
     converse(talk, script, "One?")
     script.allowed = threading.Semaphore(0)
