@@ -85,3 +85,9 @@ def test_a_pickle_that_is_cut_is_named(folder: Path) -> None:
 def test_what_is_something_else_is_not_called_cut(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     assert cut_file(str(folder), None) is None
+
+
+def test_a_link_that_leads_nowhere_is_left_to_others(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("nowhere")
+    assert cut_file(str(folder), None) is None

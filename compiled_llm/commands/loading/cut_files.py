@@ -21,14 +21,15 @@ _VERSIONS = (2, 3)  # of GGUF whose counts have 64 bits
 def cut_file(location: str, gguf_file: str | None) -> str | None:
     """Return a sentence about a file of a model that is shorter than its header says; None if there is none here."""
     for path, size_of in _weights(Path(location), gguf_file):
-        size = path.stat().st_size
+        size, expected = 0, None
         try:
             with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
                 expected = size_of(file)
         except EOFError:
             return f"{path.name} ends too early, after {size:,} bytes; download it again"
-        except (KeyError, TypeError, ValueError, struct.error):
-            continue  # it is damaged in another way, which who reads it says
+        except (OSError, KeyError, TypeError, ValueError, struct.error):
+            continue  # it cannot be read, or is damaged in another way, which others say
         if expected is not None and size < expected:
             return f"{path.name} ends too early, after {size:,} of {expected:,} bytes; download it again"
     return None

@@ -29,7 +29,7 @@ def warn_of_spinning(threads: int) -> None:
         return
     _said = True
     logger.warning(
-        "compiled_llm: %s, spinning: answers may take many times as long; start Python with OMP_NUM_THREADS=1, or with "
-        "GOMP_SPINCOUNT=%s",
+        "compiled_llm: %s; they spin, so answers may take many times as long: start Python with OMP_NUM_THREADS=1, or "
+        "with GOMP_SPINCOUNT=%s",
         *(busy, SPINS),
     )

@@ -28,13 +28,13 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, load
     with caplog.at_level(logging.WARNING, "compiled_llm"):
         for _ in range(2):
             compiled_llm.wrap(tiny_qwen3(), mode="eager")
-    return [record.getMessage() for record in caplog.records if "spinning" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "they spin" in record.getMessage()]
 
 
 def test_it_is_said_once_with_the_variables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert said(monkeypatch, caplog) == [
-        "compiled_llm: 3.0 jobs share 2 cores, and threads wait for each other, spinning: answers may take many times "
-        "as long; start Python with OMP_NUM_THREADS=1, or with GOMP_SPINCOUNT=10000"
+        "compiled_llm: 3.0 jobs share 2 cores, and threads wait for each other; they spin, so answers may take many "
+        "times as long: start Python with OMP_NUM_THREADS=1, or with GOMP_SPINCOUNT=10000"
     ]
 
 
