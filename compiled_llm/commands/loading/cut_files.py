@@ -28,7 +28,7 @@ def cut_file(location: str, gguf_file: str | None) -> str | None:
                 expected = size_of(file)
         except EOFError:
             return f"{path.name} ends too early, after {size:,} bytes; download it again"
-        except (OSError, KeyError, TypeError, ValueError, struct.error):
+        except (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError, struct.error):
             continue  # it cannot be read, or is damaged in another way, which others say
         if expected is not None and size < expected:
             return f"{path.name} ends too early, after {size:,} of {expected:,} bytes; download it again"
