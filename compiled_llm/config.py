@@ -36,6 +36,9 @@ INVARIANT_BACKEND = "invariant"
 LEAST_GRAPHS = 2
 """A step may have rows that decode and others whose prompts are computed."""
 
+MAX_NUM_SEQS = 256
+"""How many requests of an engine run at once, unless it is told otherwise, or artifacts have room for fewer."""
+
 _QUANTITY = re.compile(r"\s*(\d*\.?\d+)\s*([A-Za-z]+)\s*")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -145,7 +148,8 @@ class WrapConfig:
             ``mode="piecewise"``, the oracle for all others. Other packages can bring further ones, by an entry point of
             the group ``compiled_llm_ops.backends``.
         page_size: tokens in one page of the KV cache.
-        max_batch_size: most rows that run at once; a call with more raises.
+        max_batch_size: most rows that run at once; a call with more raises. Unless it is given, ``artifacts`` with room
+            for fewer have as many as these.
         kv_memory: what the pages may take. A float up to 1.0 is a fraction of the free memory, an int is bytes, a
             string is bytes with a unit (``"8GiB"``) or tokens (``"20000 tokens"``). By default 0.8 of what is free on
             a CUDA device and 0.25 of what is free on a CPU. A fraction, the default too, never takes more than
@@ -377,6 +381,10 @@ class WrapConfig:
     def checks_pages(self) -> bool:
         """Whether steps check that rows read their own pages."""
         return self.check_pages != "off"
+
+    def mode_on(self, device: str) -> Mode:
+        """Return the mode by which a kind of device runs, ``"cpu"`` or ``"cuda"``: a CPU captures no CUDA graphs."""
+        return "compile" if device == "cpu" and self.mode != "eager" else self.mode
 
     def fuses_on(self, device: str) -> bool:
         """Return whether projections are fused on a kind of device, ``"cpu"`` or ``"cuda"``."""

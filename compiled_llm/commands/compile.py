@@ -21,9 +21,8 @@ from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.compilation.artifacts.profile import Profile
-from compiled_llm.config import WrapConfig
+from compiled_llm.config import MAX_NUM_SEQS, WrapConfig
 from compiled_llm.features import feature
-from compiled_llm.server.defaults import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
     from compiled_llm.compilation.artifacts.manifest import Manifest

@@ -48,6 +48,7 @@ def explain(
 
         loaded, _ = load(source, dtype.value, device.value)
         report = explain_model(loaded.eval(), timings=sizes, dump=dump)
+        report.data["name"] = source.name  # by which other commands find it, too
         typer.echo(printable(str(report)))
         if dump is not None:
             typer.echo(f"written to {dump / 'index.html'}", err=True)

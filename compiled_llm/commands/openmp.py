@@ -6,16 +6,13 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# GNU's OpenMP, which PyTorch brings, lets a waiting thread spin for long on a core that the awaited thread may need.
-# docs/how-to/cpu.md has the measurements: on a quiet machine this number of spins costs nothing.
-_SPINS = "10000"
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+from compiled_llm.execution.threads.busy_cores import SPINS, WAITING
 
 
 def set_up_threads(environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
     """Let waiting threads sleep soon, and start no more than there are cores; what the user has set stays."""
-    if not any(name in environment for name in _WAITING):
-        environment["GOMP_SPINCOUNT"] = _SPINS
+    if not any(name in environment for name in WAITING):
+        environment["GOMP_SPINCOUNT"] = SPINS
     share = cores_of_control_group(root)
     if share is not None and share < len(os.sched_getaffinity(0)):  # torch starts a thread for each of those
         environment.setdefault("OMP_NUM_THREADS", str(max(1, int(share))))
@@ -47,11 +44,3 @@ def _quotas(mounted: Path, group: str, *files: str) -> list[float]:
             if quota not in ("max", "-1"):
                 found.append(int(quota) / int(period))
     return found
-
-
-def other_work() -> str | None:
-    """Return, in words, that other work wants more cores than there are; None if not, or with one thread alone."""
-    if os.environ.get("OMP_NUM_THREADS") == "1":
-        return None
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    return f"{load:.1f} jobs share {cores} cores, and threads wait for each other" if load > cores else None

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.config import MAX_NUM_SEQS
 from compiled_llm.engine.admission.policies import AdmissionName
 from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.chunks.policies import MaxStep
@@ -58,7 +59,7 @@ class Engine:
         *,
         tokenizer: Any = None,
         processor: Any = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         max_step_ms: MaxStep | ChunkPolicy = "auto",
         mixed: Mixed = "auto",
@@ -80,8 +81,8 @@ class Engine:
             model: wrapped by ``compiled_llm.wrap``.
             tokenizer: for prompts of text and messages, and for the text of answers; the processor's if None.
             processor: the model's, for prompts with pictures (``AutoProcessor.from_pretrained``).
-            max_num_seqs: how many requests run at once, at most, as in vLLM; ``max_batch_size`` of ``wrap`` bounds
-                ``generate`` alone.
+            max_num_seqs: how many requests run at once, at most, as in vLLM; None for 256, or as many as ``artifacts``
+                have room for, if these are fewer. ``max_batch_size`` of ``wrap`` bounds ``generate`` alone.
             max_model_len: how many tokens a request may have, prompt and answer together, as in vLLM; None for as many
                 as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
@@ -126,6 +127,7 @@ class Engine:
                 check several tokens of a request in a step.
         """
         self._runtime = _wrapped(model)
+        max_num_seqs = self._runtime.usual_rows(MAX_NUM_SEQS) if max_num_seqs is None else max_num_seqs
         tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         check_options(
             max_num_seqs=max_num_seqs,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from compiled_llm.execution.threads.interrupts import allowed
+from compiled_llm.requests.awaited_code import awaited
 from compiled_llm.requests.users_code import described, raise_interrupt
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -19,7 +20,7 @@ def decision_of(
 ) -> Decision | None:
     """Return the decision of ``policy.plan``, checked; None if it failed, which is logged: it is asked no more."""
     try:
-        with allowed():
+        with allowed(), awaited(option, policy.plan):
             said = policy.plan(state)
         return check(said)
     except BaseException as error:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.continuous_batching import forget_kept_manager, kept_manager
 from compiled_llm.compat.huggingface import warn_if_newer
 from compiled_llm.compat.torch.cudagraph_trees import prepare_cudagraph_trees
+from compiled_llm.compilation.artifacts.artifacts import rows_in
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import runtime_of
+from compiled_llm.execution.threads.busy_cores import warn_of_spinning
 from compiled_llm.features import feature
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
@@ -78,8 +83,11 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
             )
         return model
     warn_if_newer(transformers.__version__, stacklevel=2)
+    config = _with_usual_rows(config, options)
     checked = check_model(model)
     check_placement(checked, config)
+    if checked.device.type == "cpu":
+        warn_of_spinning(torch.get_num_threads())
     check_attention(checked, config)
     stand_ins = stand_ins_for(checked, config.packed)
     base = type(checked)
@@ -112,6 +120,13 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     checked.compiled = runtime  # type: ignore[assignment]
     note_inner_calls(checked)
     return cast(ModelT, checked)
+
+
+def _with_usual_rows(config: WrapConfig, options: Mapping[str, Any]) -> WrapConfig:
+    """Return it with fewer rows if nobody has said how many, and the artifacts have room for fewer."""
+    if config.artifacts is None or "max_batch_size" in options:
+        return config
+    return replace(config, max_batch_size=min(config.max_batch_size, rows_in(config.artifacts)))
 
 
 def unwrap(model: ModelT) -> ModelT:

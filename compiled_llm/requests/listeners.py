@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
 from compiled_llm.compat.condition import Condition
+from compiled_llm.requests import awaited_code
+from compiled_llm.requests.awaited_code import awaited
 from compiled_llm.requests.users_code import described, is_interrupt
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -57,6 +61,7 @@ class Listeners:
         self, check: Callable[[], None] = lambda: None, check_process: Callable[[], None] = lambda: None
     ) -> None:
         """``check`` raises in a thread that must not wait, ``check_process`` in a process in which nothing changes."""
+        # ``check`` is called again now and then while a thread waits, to say what holds it.
         self._check = check
         self.check_process = check_process
         self._changed = Condition()
@@ -82,10 +87,17 @@ class Listeners:
             with self._changing():
                 self.threads += 1
             try:
-                return self._changed.wait_for(ready, timeout)
+                return self._wait_for(ready, math.inf if timeout is None else timeout)
             finally:
                 with self._changing():
                     self.threads -= 1
+
+    def _wait_for(self, ready: Callable[[], bool], seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not (found := self._changed.wait_for(ready, min(awaited_code.LONG, seconds))) and seconds > 0:
+            seconds = until - time.monotonic()
+            self._check()
+        return found
 
     @contextmanager
     def listening(self, wakeup: Wakeup | None = None) -> Iterator[Wakeup]:
@@ -148,7 +160,8 @@ def _call_all(several: Sequence[Listeners], functions: list[Callable[[], object]
     while functions:
         function = functions.pop()
         try:
-            function()
+            with awaited("listener", function):
+                function()
         except BaseException as error:
             if is_interrupt(error):
                 _call_all(several, functions)

@@ -96,9 +96,8 @@ class SamplingNumbers:
         float,
         Number(
             *("must be 0 or more; 0 is greedy", {"ge": 0, "lt": math.inf}),
-            help="Sample more freely with values above 1, and more strictly below 1.",
-            option_must="above 0; --greedy takes the most likely token",
-            option_bounds={"gt": 0, "lt": math.inf},
+            help="Sample more freely with values above 1, and more strictly below 1; 0 is --greedy.",
+            option_must="0 or more; 0 takes the most likely token",
             http_bounds={"ge": 0},
             draws=True,
         ),

@@ -1,6 +1,5 @@
 """How many requests a server takes, unless it is told otherwise."""
 
-MAX_NUM_SEQS = 256  # that run at once
 MM_ENCODER_CACHE_GB = 0.25  # for what the encoder makes of pictures
 MAX_QUEUE = 2048  # that wait for an API server to answer; further ones are refused
 MAX_UNSENT = 2**16

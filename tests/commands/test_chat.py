@@ -156,6 +156,7 @@ def test_a_chat_by_http_says_what_its_options_say_and_no_more() -> None:
             (("--top-p", "0.5"), {**own, "top_p": 0.5}),
             (("--temperature", "1"), {**own, "temperature": None}),  # the API server leaves out what is usual
             (("--greedy",), {**own, "temperature": 0.0}),
+            (("--temperature", "0"), {**own, "temperature": 0.0}),
         ):
             done = chatted("--server", server.url, "--quiet", *options, lines="Hi\n")
             assert (done.stdout, done.exit_code) == ("Yes.\n", 0), done.stderr

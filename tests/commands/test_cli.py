@@ -472,6 +472,15 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     assert options.wrap_config("cuda") == WrapConfig(max_batch_size=1, eager_first=True)
 
 
+@pytest.mark.parametrize("sample", [None, False])
+def test_temperature_0_is_greedy(sample: bool | None) -> None:
+    """Beside whatever says how to draw, as over HTTP."""
+    flags = SamplingFlags(sample, SamplingOptions(temperature=0.0, top_p=0.9, seed=3, repetition_penalty=1.2))
+    assert flags.options() == {"do_sample": False, "repetition_penalty": 1.2}
+    assert flags.given(8, []) == {"temperature": 0.0, "repetition_penalty": 1.2, "max_tokens": 8}
+    assert flags.seed is None
+
+
 @pytest.mark.parametrize("flag", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"])
 def test_one_option_of_sampling_is_enough_to_draw(flag: str) -> None:
     assert SamplingFlags(None, SamplingOptions(**{flag: 1})).options()["do_sample"]

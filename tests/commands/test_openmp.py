@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.commands import openmp
 from compiled_llm.commands.loading import load as loading
 from compiled_llm.commands.openmp import cores_of_control_group, set_up_threads
+from compiled_llm.execution.threads import busy_cores
 
 
 def files(root: Path, **contents: str) -> Path:
@@ -85,7 +85,7 @@ def test_torch_is_imported_by_a_command_with_these_settings(tmp_path: Path) -> N
         "            sys.exit()\n"
         "sys.meta_path.insert(0, Finder())\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name not in openmp._WAITING}
+    environment = {name: value for name, value in os.environ.items() if name not in busy_cores.WAITING}
     paths = os.pathsep.join([str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "compiled_llm", "generate", "--model", str(tmp_path), "hi"]
     done = subprocess.run(command, env={**environment, "PYTHONPATH": paths}, capture_output=True, text=True)

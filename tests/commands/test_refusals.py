@@ -15,7 +15,8 @@ from support.compilation.artifact_folders import compiled, made_up
 REFUSED = {
     "generate x --model /no/such/model": [
         ("--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
-        ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
+        ("--temperature -1", "--temperature -1.0: must be 0 or more; 0 takes the most likely token"),
+        ("--temperature 0 --sample", "--sample draws tokens, and --temperature 0 takes the most likely"),
         ("--temperature nan", "--temperature nan"),
         ("--temperature inf", "--temperature inf"),
         ("--top-k -1", "--top-k -1"),
@@ -49,7 +50,8 @@ REFUSED = {
         ("--server x --model demo", "--model and --server were both given: the server at x has its model"),
         ("--server x --mode eager", "--mode and --server were both given: the server at x has its model"),
         ("--server ftp://x", "--server ftp://x: give http://, https://, or the path of a socket"),
-        ("--temperature 0", "--temperature 0.0: must be above 0; --greedy takes the most likely token"),
+        ("--temperature -1", "--temperature -1.0: must be 0 or more; 0 takes the most likely token"),
+        ("--temperature 0 --sample", "--sample draws tokens, and --temperature 0 takes the most likely"),
         ("--max-tokens 0", "--max-new-tokens 0: must be at least 1"),
         ("--mode fast", "--mode fast: choose one of"),
         ("--kv-scales ./none --kv-dtype fp8_e4m3", "none: cannot be read: No such file or directory"),
@@ -99,7 +101,7 @@ REFUSED = {
         ("Hi --raw --system Brief", "--system is a part of the chat template: leave out --raw"),
         ("1,2 --ids --system Brief", "--system is a part of the chat template: leave out --ids"),
         ("1,2 --ids --chat", "--ids: token ids are no chat"),
-        ("Hi --temperature -1", "--temperature -1.0: must be above 0; --greedy takes the most likely"),
+        ("Hi --temperature -1", "--temperature -1.0: must be 0 or more; 0 takes the most likely token"),
         ("Hi --greedy --top-p 0.9", "--greedy draws nothing, so it does not go with --top-p"),
         ("Hi --api-key-file x", "--api-key-file x: a socket takes no key, since only your user may open it"),
         ("Hi --server http://x:y", "--server http://x:y: Port could not be cast"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import compiled_llm
 from compiled_llm import Stats
+from compiled_llm.commands.bench.contenders import ALL, choose
+from compiled_llm.config import Mode
 from compiled_llm.execution.reporting import stopwatch
 from compiled_llm.execution.reporting.stopwatch import Stopwatch
 from compiled_llm.execution.steps.launch import BoundProgram
@@ -31,6 +33,17 @@ def test_the_repr_says_what_is_ready(model, seed):
     output = greedy(model, mixed_prompts([4], 128, seed), 5, return_dict_in_generate=True)
     assert "2 of 100 pages used" in repr(model.compiled)
     assert output.past_key_values is not None
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_a_cpus_mode_has_one_name(mode: Mode) -> None:
+    """That of the `bench`, whose contender for the default is the same."""
+    model: Any = compiled_llm.wrap(tiny_qwen3(), mode=mode)
+    (ours,) = choose("ours", "cpu", ALL)
+    name = "eager" if mode == "eager" else ours.name.removeprefix("compiled-llm:")
+    assert model.compiled.stats().mode == name
+    assert repr(model.compiled).startswith(f"<CompiledModel mode={name!r}: ")
+    assert model.compiled.config.mode == mode  # as it was given
 
 
 @pytest.mark.parametrize(("given", "buckets"), [(3, [4]), (1, [1]), ((1, 2), [1, 2]), (None, [1, 2, 4])])

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
+from compiled_llm.commands.loading import load
 from compiled_llm.compat.torch.dynamo import own_copy
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs import cuda_graphs
@@ -581,19 +582,23 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_captured(monke
     assert model.compiled.explain().data["history"]["cudagraph_skips"] == 1
 
 
-def test_the_command_prints_the_report_and_writes_the_page(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["demo", None], ids=["demo", "a folder"])
+def test_the_command_prints_the_report_and_writes_the_page(tmp_path, monkeypatch, name):
+    """And names the model as it was named."""
     monkeypatch.setattr(tracing, "compile_whole", lambda function, backend: function)
     folder = tmp_path / "model"
+    monkeypatch.setattr(load, "demo_folder", lambda progress: folder)
     tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
-    done = CliRunner().invoke(app, ["explain", str(folder), "--html", str(tmp_path / "page.html")])
+    named = name or str(folder)
+    done = CliRunner().invoke(app, ["explain", named, "--html", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output
     assert "Every program is one graph" in done.stdout
     page = (tmp_path / "page.html").read_text()
     assert "Every program is one graph" in page
     for command in ("explain {} --timings 1,8", "bench latency --model {}", "serve {}"):
-        assert f"compiled-llm {command.format(folder)}" in page
-        assert f"compiled-llm {command.format(folder)}" in " ".join(done.stdout.split())
+        assert f"compiled-llm {command.format(named)}" in page
+        assert f"compiled-llm {command.format(named)}" in " ".join(done.stdout.split())
 
 
 def test_logs_named_in_the_environment_go_to_stderr_and_no_others():

@@ -136,11 +136,10 @@ class Ours(Contender):
         self.name = f"compiled-llm:{mode}" + ("" if backend == "auto" else f":{backend}")
 
     def obstacle(self, setup: Setup) -> str | None:
-        cuda = setup.device.type == "cuda"
         if self.backend != "auto" and setup.device.type not in backend_named(self.backend).devices:
             return f"backend {self.backend} runs on CUDA only"
-        captures = self.mode not in ("eager", "compile") and not cuda
-        return "a CPU has no CUDA graphs: this mode is compiled-llm:compile there" if captures else None
+        runs = WrapConfig(mode=self.mode).mode_on(setup.device.type)
+        return None if runs == self.mode else f"a CPU has no CUDA graphs: this mode is compiled-llm:{runs} there"
 
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[BenchSession]:
@@ -172,7 +171,7 @@ ALL: list[Contender] = [
 
 def choose(names: str, device_type: str, known: Sequence[C]) -> list[C]:
     """Return contenders by their comma-separated names, in the order of ``known``; ValueError if there is none."""
-    ours = "compiled-llm:compile" if device_type == "cpu" else f"compiled-llm:{WrapConfig.mode}"
+    ours = f"compiled-llm:{WrapConfig().mode_on(device_type)}"
     there = [contender.name for contender in known]
     listed = [name.strip() for name in names.split(",") if name.strip()]
     wanted = there if names == "all" else [ours if name == "ours" else name for name in listed]

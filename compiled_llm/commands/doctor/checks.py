@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import compiled_llm
-from compiled_llm.commands.openmp import other_work
 from compiled_llm.env import Env
+from compiled_llm.execution.threads.busy_cores import other_work
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -24,13 +24,14 @@ from transformers import (
 from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from compiled_llm.commands.loading.cut_files import cut_file
 from compiled_llm.commands.loading.source import DEMO, Source, locate
-from compiled_llm.commands.openmp import other_work
 from compiled_llm.compat.huggingface import attention_implementation
 from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder as demo_folder
 from compiled_llm.demo_model.gguf import parsed_once
 from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.execution.threads.busy_cores import other_work
 from compiled_llm.model.classifiers import names_classifier
 
 
@@ -69,7 +70,11 @@ def load(
                 config = _config_of(source)
                 _refuse_hub_kernels(source.name, config)
                 loaded: Any = _auto_of(config, sees).from_pretrained(source.location, dtype=dtype, **options)
-    except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
+    except Exception as error:  # of a file that is cut, readers raise all kinds
+        if (cut := cut_file(source.location, source.gguf_file)) is not None:
+            raise RuntimeError(f"{source.name} cannot be loaded: {cut}") from error
+        if not isinstance(error, (OSError, ValueError, SafetensorError, UnpicklingError)):
+            raise
         raise RuntimeError(f"{source.name} cannot be loaded as a causal LM: {_reason(error)}") from error
     if source.tokenizer is not None:
         _check_vocabulary(source.tokenizer, tokenizer, loaded)

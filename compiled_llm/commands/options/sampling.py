@@ -41,12 +41,19 @@ class SamplingFlags:
     """Options of sampling; whether to ``sample``, if it is None, the numbers decide."""
 
     def __init__(self, sample: bool | None, numbers: SamplingOptions) -> None:
-        """Raise ValueError if a number contradicts ``--greedy``."""
+        """Raise ValueError if a number contradicts ``--greedy``, or ``--sample`` a temperature of 0, which is that."""
+        drawing = [name for name in numbers if _NUMBERS[name].number.draws]
+        if numbers.get("temperature") == 0:
+            if sample:
+                raise ValueError(
+                    "--sample draws tokens, and --temperature 0 takes the most likely: leave one of them out"
+                )
+            sample = False
+            numbers = SamplingOptions(**{name: value for name, value in numbers.items() if name not in drawing})
+        elif sample is False and drawing:
+            raise ValueError(f"--greedy draws nothing, so it does not go with {', '.join(map(_flag, drawing))}")
         self._sample = sample
         self._numbers = numbers
-        drawing = [_flag(name) for name in numbers if _NUMBERS[name].number.draws]
-        if sample is False and drawing:
-            raise ValueError(f"--greedy draws nothing, so it does not go with {', '.join(drawing)}")
 
     @property
     def seed(self) -> int | None:

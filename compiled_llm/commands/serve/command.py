@@ -26,10 +26,10 @@ from compiled_llm.commands.serve.leash import end_with_parent
 from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_log
 from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
-from compiled_llm.config import KVScales, WrapConfig
+from compiled_llm.config import MAX_NUM_SEQS, KVScales, WrapConfig
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.features import check_has, feature
-from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE, MM_ENCODER_CACHE_GB
+from compiled_llm.server.defaults import MAX_QUEUE, MM_ENCODER_CACHE_GB
 from compiled_llm.server.image_limit import images_in
 from compiled_llm.server.own_process import serve_arguments
 
@@ -56,7 +56,7 @@ class ServeOptions(NamedTuple):
     device: str
     kv_dtype: str | None
     kv_memory: str | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_model_len: int | None
     max_queue: int | None
     max_step_ms: str
@@ -130,7 +130,7 @@ def serve(
     uds: options.Uds = None,
     operations_uds: options.OperationsUds = None,
     http: HttpFlags,
-    max_num_seqs: options.MaxNumSeqs = MAX_NUM_SEQS,
+    max_num_seqs: options.MaxNumSeqs = None,
     max_model_len: options.MaxModelLen = None,
     max_queue: options.MaxQueue = None,
     max_step_ms: options.MaxStepMs = "auto",
@@ -212,12 +212,13 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
             raise ValueError(f"--pooling {served.pooling}: give last, or leave it out for what the model's folder says")
     if not 0 <= served.mm_encoder_cache_gb < math.inf:
         raise ValueError(f"--mm-encoder-cache-gb {served.mm_encoder_cache_gb:g}: must be 0 or more")
-    if served.max_num_seqs < 1:
-        raise ValueError(f"--max-num-seqs {served.max_num_seqs}: must be at least 1")
+    most = MAX_NUM_SEQS if served.max_num_seqs is None else served.max_num_seqs
+    if most < 1:
+        raise ValueError(f"--max-num-seqs {most}: must be at least 1")
     if served.max_model_len is not None and served.max_model_len < 1:
         raise ValueError(f"--max-model-len {served.max_model_len}: must be at least 1")
-    if wrong := [size for size in served.warmup if size > served.max_num_seqs]:
-        raise ValueError(f"--warmup {wrong[0]}: there are {served.max_num_seqs} requests at once; raise --max-num-seqs")
+    if wrong := [size for size in served.warmup if size > most]:
+        raise ValueError(f"--warmup {wrong[0]}: there are {most} requests at once; raise --max-num-seqs")
     if drain_seconds < 0:
         raise ValueError(f"--drain-seconds {drain_seconds:g}: must be 0 or more")
     if (path := served.profile) is None:

@@ -11,6 +11,7 @@ import typer
 from compiled_llm.commands.options.shared import MODEL
 from compiled_llm.commands.serve.log import LogFormat, LogLevel
 from compiled_llm.commands.serve.serve_command import read_config
+from compiled_llm.config import MAX_NUM_SEQS
 
 Config = Annotated[
     Path | None,
@@ -131,7 +132,13 @@ OperationsUds = Annotated[
         help="Accept /sleep, /wake and new weights over this Unix socket, which only your user can open.",
     ),
 ]
-MaxNumSeqs = Annotated[int, _serving(help="Run at most this many requests at once; more wait.")]
+MaxNumSeqs = Annotated[
+    int | None,
+    _serving(
+        help=f"Run at most this many requests at once; more wait. The default is {MAX_NUM_SEQS}, or what --artifacts "
+        "have room for, if that is less."
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     _serving(

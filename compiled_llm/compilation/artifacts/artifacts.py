@@ -6,7 +6,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ class Artifacts:
     @classmethod
     def read(cls, source: str | os.PathLike[str], here: MadeFor, installation: Installation) -> Artifacts:
         """Check a folder against the requirements ``here``, and copy it; ValueError if it is unsafe or unfit."""
-        path = Path(os.path.abspath(os.path.expanduser(source)))
-        try:
+        path = _absolute(source)
+        with _naming(path):
             manifest = manifest_of(path)
             if different := differences(manifest.made_for, here):
                 raise RefusedError(f"was made for something else: {'; '.join(different)}")
@@ -79,8 +80,6 @@ class Artifacts:
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-        except RefusedError as error:
-            raise ValueError(f"artifacts={str(path)!r} {error}; write it again with `compiled-llm compile`") from None
         if (folder / "triton").is_dir() and has_triton():
             find_kernels_in(folder / "triton")
         if (folder / "flashinfer").is_dir():
@@ -131,6 +130,26 @@ class Artifacts:
             "Triton kernels": len(kernels_built()) - triton,
             "FlashInfer kernels": self._installation.kernels_built() - attention,
         }
+
+
+def rows_in(source: str | os.PathLike[str]) -> int:
+    """Return how many rows the programs of a folder have room for; ValueError if it is unsafe, or not of artifacts."""
+    path = _absolute(source)
+    with _naming(path):
+        return manifest_of(path).rows
+
+
+def _absolute(source: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(source)))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have the error that refuses a folder say which, and what to do."""
+    try:
+        yield
+    except RefusedError as error:
+        raise ValueError(f"artifacts={str(path)!r} {error}; write it again with `compiled-llm compile`") from None
 
 
 _NO_PROCESSES = {"compile_threads": 1}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.execution.threads.interrupts import allowed
+from compiled_llm.requests.awaited_code import awaited
 from compiled_llm.requests.users_code import described, raise_interrupt
 
 
@@ -17,7 +18,7 @@ def processed_logits(request: Request, logits: Tensor) -> Tensor:
     for processor in request.constraint.processors:
         tokens = (request.prompt_ids.tolist(), answer) if processor.takes_prompt else (answer,)
         try:
-            with torch.no_grad(), allowed():
+            with torch.no_grad(), allowed(), awaited("logits processor", processor.function):
                 found = processor.function(*tokens, logits)
         except BaseException as error:
             raise_interrupt(error)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from compiled_llm.execution.threads.interrupts import check, deferred
+from compiled_llm.requests.awaited_code import say_what_holds
 
 _PATIENCE = 0.2
 """Seconds after which a thread that waits looks whether Ctrl-C has been pressed."""
@@ -75,6 +76,7 @@ class StepLock:
         while not ready():
             self._changed.wait(_PATIENCE)
             check()
+            self._say_what_holds()
 
     def _take(self) -> bool:
         self._runner = threading.current_thread()
@@ -84,3 +86,9 @@ class StepLock:
         """Raise RuntimeError if this thread runs the loop or has paused it, and so may not wait for it."""
         if self.here:
             raise RuntimeError("the engine is paused, or running, in this thread; call this from outside of it")
+        self._say_what_holds()
+
+    def _say_what_holds(self) -> None:
+        """Say that the loop, for which this thread waits, has waited for the user's code for long."""
+        runner = self._runner
+        say_what_holds(None if runner is None else runner.ident)

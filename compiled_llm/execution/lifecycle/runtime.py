@@ -12,7 +12,7 @@ from compiled_llm.compat.forks import HomeProcess, in_forked_processes
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.graphs.table import CudaGraphTable
-from compiled_llm.config import KVScales, WrapConfig
+from compiled_llm.config import KVScales, Mode, WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.lifecycle.runner_lifecycle import Holder, ModelRunnerLifecycle
 from compiled_llm.execution.lifecycle.warmup import ProfilePath, Report, Sizes, Warmup, quiet
@@ -62,7 +62,11 @@ class Runtime:
             pages, buckets = model_runner.pool.account(), model_runner.graph_manager.ready_buckets
             ready = f"batch sizes {', '.join(map(str, buckets))} ready" if buckets else "no batch size ready"
             state = f"{ready}; {pages.used} of {pages.total} pages used"
-        return f"<{type(self).__name__} mode={self.config.mode!r}: {state}>"
+        return f"<{type(self).__name__} mode={self._mode!r}: {state}>"
+
+    @property
+    def _mode(self) -> Mode:
+        return self.config.mode_on(self.facts.model.device.type)
 
     def warmup(self, batch_sizes: Sizes = None, *, profile: ProfilePath | None = None, report: Report = quiet) -> None:
         """Allocate pages, compile, and capture the steps of batches of these sizes, or those that a profile names.
@@ -107,7 +111,7 @@ class Runtime:
         self.home.check()
         counters, model_runner = self.counters, self._model_runner
         calls = Stats(
-            mode=self.config.mode,
+            mode=self._mode,
             device=str(self.facts.model.device),
             backend=self.config.backend_on(self.facts.model.device.type).name,
             generate_calls=dict(counters.generate_calls),
@@ -189,6 +193,10 @@ class Runtime:
         for size in sizes:
             if not (isinstance(size, Integral) and 1 <= size <= limit):
                 raise ValueError(f"{name}: {size!r} is not a whole number between 1 and max_batch_size={limit}")
+
+    def usual_rows(self, most: int) -> int:
+        """Return how many rows there may be if nobody has said it: ``most``, or the room of artifacts, if less."""
+        return most if self.artifacts is None else min(most, self.artifacts.rows)
 
     def make_room(self, rows: int) -> None:
         """Have room for so many rows, as ``ModelRunnerLifecycle.make_room``; ValueError if the artifacts have less."""

@@ -33,7 +33,7 @@ class Stats:
     """A snapshot of one wrapped model's counters.
 
     Attributes:
-        mode: that of ``wrap``.
+        mode: that of ``wrap``, as the device runs it: ``"compile"`` on a CPU, unless it is ``"eager"``.
         device: where the model is.
         backend: whose kernels attend in prefill, which ``wrap(backend="auto")`` leaves to what is installed.
         generate_calls: calls of ``generate`` by the path they took, and managers of ``generate_batch`` by whose runs.

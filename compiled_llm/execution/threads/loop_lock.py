@@ -12,6 +12,7 @@ from typing import NamedTuple
 from compiled_llm.compat.condition import Condition
 from compiled_llm.compat.forks import HomeProcess
 from compiled_llm.execution.threads.interrupts import check
+from compiled_llm.requests.awaited_code import say_what_holds
 
 _PATIENCE = 0.02
 """Seconds after which a loop that waits goes before one that has just had the lock."""
@@ -131,6 +132,7 @@ class LoopLock:
             while not (gone() or self._home.left or (self._holder is None and self._may_go(waiter))):
                 self._condition.wait(timeout=0.2)
                 check()
+                say_what_holds(self._loops.get(self._holder))
         finally:
             self.waiters.remove(waiter)
 

@@ -18,8 +18,8 @@ _OWN, _VENDORED = (Path(__file__).with_name(folder) for folder in ("own", "vendo
 SCRIPTS = "/page/{name}"
 """Where the page finds its scripts; like the page, they say nothing of the model, and need no key."""
 _MODULES = (
-    *("elements.js", "storage.js", "server.js", "math.js", "markdown.js", "settings.js", "state.js"),
-    *("pictures.js", "chats.js", "answer.js", "chat.js", "figures.js"),
+    *("elements.js", "storage.js", "server.js", "math.js", "markdown.js", "settings.js", "messages.js", "state.js"),
+    *("pictures.js", "chats.js", "undo.js", "answer.js", "chat.js", "figures.js"),
 )
 """Each after those that it imports: a browser that meets one has its hash already."""
 _HEADERS = {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}

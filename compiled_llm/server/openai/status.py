@@ -42,13 +42,15 @@ class Version(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A name that requests can call the model by, the most tokens with an answer, and what it reads and writes."""
+    """A name that requests can call the model by, what it reads and writes, and how much a request can have of it."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["compiled-llm"] = "compiled-llm"
-    max_model_len: int | None
+    max_model_len: int | None  # tokens, with the answer
+    limit_mm_per_prompt: dict[Literal["image"], int]
+    max_body_bytes: int
     input_modalities: list[Literal["text", "image"]]
     output_modalities: list[Literal["text"]]  # none of a classifier
 
@@ -104,10 +106,13 @@ async def model(name: str, request: Request) -> ModelCard:
 
 def _card(name: str, api_server: ApiServer) -> ModelCard:
     ready = api_server.link.model.ready if api_server.link.is_ready else None
+    settings, reads_images = api_server.settings, api_server.reads_images()
     return ModelCard(
         id=name,
-        created=api_server.settings.created,
+        created=settings.created,
         max_model_len=None if ready is None else ready.max_tokens,
-        input_modalities=["text", "image"] if api_server.reads_images() else ["text"],
+        limit_mm_per_prompt={"image": settings.limit_mm_per_prompt if reads_images else 0},
+        max_body_bytes=settings.body_bytes(reads_images),
+        input_modalities=["text", "image"] if reads_images else ["text"],
         output_modalities=["text"] if ready is None or ready.pooled.silent is None else [],
     )

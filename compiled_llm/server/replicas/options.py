@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
+from compiled_llm.config import MAX_NUM_SEQS
+from compiled_llm.server.defaults import MAX_QUEUE
 from compiled_llm.server.image_limit import images_in
 from compiled_llm.server.own_process import serve_arguments
 from compiled_llm.server.settings import ApiServerSettings, settings_of

@@ -13,7 +13,6 @@ import pytest
 from compiled_llm.commands.serve.command import serve
 from compiled_llm.server import ray_app
 from compiled_llm.server.replicas.options import (
-    MAX_NUM_SEQS,
     MAX_QUEUE,
     OF_API_SERVERS,
     OF_ENGINE_PROCESSES,
@@ -26,7 +25,6 @@ from compiled_llm.server.replicas.ray_app import _with
 def test_every_option_of_the_command_is_one_or_is_rays_to_have() -> None:
     parameters = signature(serve).parameters
     assert parameters.keys() == OF_ENGINE_PROCESSES | OF_API_SERVERS | OF_RAY | {"context", "model"}
-    assert parameters["max_num_seqs"].default == MAX_NUM_SEQS
 
 
 def test_engine_processes_get_theirs_as_the_command_takes_them() -> None:

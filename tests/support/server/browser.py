@@ -102,6 +102,11 @@ class Browser:
     def text(self, selector: str) -> str:
         return self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
+    def texts(self, selector: str) -> list[str]:
+        found = self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.innerText)")
+        assert isinstance(found, list)
+        return found
+
     def count(self, selector: str) -> int:
         return int(self.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
 
@@ -112,6 +117,25 @@ class Browser:
         """Send a message on the page to chat."""
         self.type("#question", question)
         self.press(*ENTER)
+
+    def sent(self, question: str) -> dict[str, Any]:
+        """Send a message, and return the body of that request."""
+        hook = "fetch = (...given) => { sent.push(given[1]?.body); return asks(...given); }"
+        self.run(f"globalThis.asks ??= fetch; globalThis.sent = []; {hook}; 0")
+        self.ask(question)
+        self.until("sent.some(Boolean)")
+        return json.loads(self.run("sent.find(Boolean)"))
+
+    def press_button(self, name: str, number: int = -1) -> None:
+        """Press a button of the chat by its name; the last one, unless a number is given."""
+        buttons = "[...document.querySelectorAll('#log button')]"
+        self.run(f"{buttons}.filter((found) => found.textContent === {json.dumps(name)}).at({number}).click()")
+
+    def kept_chats(self) -> list[dict[str, Any]]:
+        """The chats that this browser keeps."""
+        found = json.loads(self.run("import('/page/chats.js').then(({ kept }) => JSON.stringify(kept()))"))
+        assert isinstance(found, list)
+        return found
 
     def until_answered(self, answers: int = 1) -> None:
         self.until(f"document.querySelectorAll('article .note').length === {answers}")

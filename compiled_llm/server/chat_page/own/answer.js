@@ -4,6 +4,7 @@ import { button, byId, copy, count, element, seconds } from "./elements.js";
 import { GrowingMarkdown } from "./markdown.js";
 
 const SHARE = 4; // of the time, drawing takes one part in so many
+const leftOut = (count) => count && `${count === 1 ? "the oldest picture was" : `the ${count} oldest pictures were`} left out: no room for more`;
 
 const scrolledDown = () => byId("log").scrollHeight - byId("log").scrollTop - byId("log").clientHeight < 80;
 export const scrollDown = () => (byId("log").scrollTop = byId("log").scrollHeight);
@@ -13,6 +14,7 @@ export class ShownAnswer {
     this.turn = turn; // {question, answer, thought, note, shown}; answer and thought grow here
     this.actions = actions; // buttons that stand below it, beside Copy
     this.first = this.usage = this.reason = this.drawing = null;
+    this.leftOut = 0; // earlier pictures for which the request had no room
     this.article = element("article", "", "assistant waiting");
     this.article.setAttribute("aria-label", "Answer");
     this.text = element("div");
@@ -30,12 +32,19 @@ export class ShownAnswer {
   }
 
   note(text) {
-    this.below.replaceChildren(...(text ? [element("p", text, "note")] : []));
-    scrollDown();
+    this.follow(() => this.below.replaceChildren(...(text ? [element("p", text, "note")] : [])));
   }
 
-  ask() {
+  // Change what is shown. Where the end was in sight, it stays so; the chat may not be the one that is open.
+  follow(change) {
+    const follows = this.article.isConnected && scrolledDown();
+    change();
+    if (follows) scrollDown();
+  }
+
+  ask(leftOut) {
     this.note("");
+    this.leftOut = leftOut;
     this.began = performance.now();
   }
 
@@ -56,13 +65,13 @@ export class ShownAnswer {
 
   draw() {
     const begins = performance.now();
-    const follows = scrolledDown();
     clearTimeout(this.drawing);
     this.drawing = null;
-    if (this.turn.answer) this.article.classList.remove("waiting");
-    this.showThought();
-    this.markdown.draw(this.turn.answer);
-    if (follows) scrollDown();
+    this.follow(() => {
+      if (this.turn.answer) this.article.classList.remove("waiting");
+      this.showThought();
+      this.markdown.draw(this.turn.answer);
+    });
     this.pause = (SHARE - 1) * (performance.now() - begins);
   }
 
@@ -80,7 +89,7 @@ export class ShownAnswer {
   end(how = "") {
     if (this.reason === "length") how = "cut: no more tokens, or no more time";
     if (!this.turn.answer) how = `${how || "no answer"}; the next question goes without this one`;
-    this.turn.note = [how, ...this.figures()].filter(Boolean).join(" · ");
+    this.turn.note = [how, leftOut(this.leftOut), ...this.figures()].filter(Boolean).join(" · ");
     this.close();
   }
 
@@ -104,14 +113,12 @@ export class ShownAnswer {
 
   close(error) {
     this.busy = false;
-    const follows = scrolledDown();
     this.draw();
     const copying = button("Copy", () => copy(this.turn.answer, copying), "quiet");
     copying.setAttribute("aria-label", "Copy answer");
     const actions = element("div", "", "actions");
     actions.append(...(this.turn.answer ? [copying] : []), ...this.actions);
     const note = error || !this.turn.note ? [] : [element("p", this.turn.note, "note")];
-    this.below.replaceChildren(...(error ? [error] : []), actions, ...note);
-    if (follows) scrollDown();
+    this.follow(() => this.below.replaceChildren(...(error ? [error] : []), actions, ...note));
   }
 }

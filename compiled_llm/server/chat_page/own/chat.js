@@ -1,51 +1,39 @@
-// The chat: questions, their answers, and what the user does with them.
+// The chats: questions, their answers, and what the user does with them.
 
 import { ShownAnswer, scrollDown } from "./answer.js";
-import { drop, keep, kept, list, newChat, save } from "./chats.js";
+import { drop, isKnown, keep, keepAll, latestFirst, list, newChat, save, whenChangedElsewhere } from "./chats.js";
 import { button, byId, element } from "./elements.js";
+import { request } from "./messages.js";
 import { pictures, setPictures, shownPicture, whenPicturesChange } from "./pictures.js";
 import { ask, checked, events, Refused } from "./server.js";
-import { firstWrong, keepSettings, settings, systemPrompt } from "./settings.js";
+import { firstWrong, keepSettings, settings } from "./settings.js";
 import { isStarting, started } from "./state.js";
-import { whenKeptChanges } from "./storage.js";
+import { isKept, whenKeptChanges } from "./storage.js";
+import { forgetTaken, takenAway } from "./undo.js";
 
 const EVERY = 2000; // milliseconds after which more of an answer is kept
 const UNFINISHED = "not finished"; // said of what is kept of an answer that has failed, or whose page was left
 
-let chat = newChat();
-let running = null; // what ends the answer that is under way
+let chat = newChat(); // the one that is open
+const running = new Map(); // of each chat with an answer under way: what ends that
 let edited = null; // the turn whose question is in the field again
 
-export function messages(turn) {
-  const system = systemPrompt();
-  const before = chat.turns.slice(0, chat.turns.indexOf(turn)).filter((other) => other.answer);
-  return [
-    ...(system ? [{ role: "system", content: system }] : []),
-    ...before.flatMap((other) => [asked(other), { role: "assistant", content: other.answer }]),
-    asked(turn),
-  ];
-}
+const isRunning = (which = chat) => running.has(which);
 
-function asked({ question, images }) {
-  if (!images) return { role: "user", content: question };
-  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
-  return { role: "user", content: [...parts, ...(question ? [{ type: "text", text: question }] : [])] };
-}
-
-async function answer(turn) {
-  const begun = chat;
+async function answer(begun, turn) {
   Object.assign(turn, { answer: "", thought: "", note: UNFINISHED });
   const shown = new ShownAnswer(turn, actions(turn));
   const stopping = new AbortController();
-  setRunning(stopping);
+  running.set(begun, stopping);
   const keeping = keepWhile(begun, turn);
+  showRunning();
   try {
-    const body = { messages: messages(turn), ...settings(), stream: true, stream_options: { include_usage: true } };
-    const headers = { "Content-Type": "application/json" };
-    const options = { method: "POST", headers, body: JSON.stringify(body), signal: stopping.signal };
     if (isStarting()) shown.note("It is asked once the model is ready.");
     await started(stopping.signal);
-    shown.ask();
+    const { messages, leftOut } = request(begun.turns.slice(0, begun.turns.indexOf(turn) + 1));
+    shown.ask(leftOut);
+    const body = JSON.stringify({ messages, ...settings(), stream: true, stream_options: { include_usage: true } });
+    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body, signal: stopping.signal };
     for await (const chunk of events(await checked(await ask("/v1/chat/completions", options)))) {
       if (chunk.error) throw new Refused(chunk.error.message);
       shown.take(chunk);
@@ -57,8 +45,8 @@ async function answer(turn) {
     else shown.fail(error instanceof Refused ? error.message : "the server does not answer");
   } finally {
     keeping.end();
-    if (running === stopping) setRunning(null);
-    if (begun.turns.includes(turn)) keepAndList(begun);
+    if (running.get(begun) === stopping) running.delete(begun);
+    showRunning();
   }
 }
 
@@ -68,13 +56,16 @@ function keepWhile(begun, turn) {
   let last = performance.now();
   const soFar = () => {
     last = performance.now();
-    if (begun.turns.includes(turn)) keep(begun);
+    if (isKnown(begun) && begun.turns.includes(turn)) keep(begun); // neither is taken away
   };
-  soFar();
-  listChats();
+  keep(begun);
   addEventListener("pagehide", soFar, { signal: over.signal });
   document.addEventListener("visibilitychange", soFar, { signal: over.signal });
-  return { nowAndThen: () => performance.now() - last > EVERY && soFar(), end: () => over.abort() };
+  const end = () => {
+    over.abort();
+    soFar();
+  };
+  return { nowAndThen: () => performance.now() - last > EVERY && soFar(), end };
 }
 
 // ---- turns on the page
@@ -96,15 +87,33 @@ function actions(turn) {
 }
 
 function again(turn) {
-  if (running || !settingsAreRight()) return;
-  cutAfter(turn);
-  turn.shown.querySelector(".assistant")?.remove();
-  answer(turn);
+  if (isRunning() || !settingsAreRight()) return;
+  askAt(chat.turns.indexOf(turn), turn.question, turn.images);
   byId("question").focus();
 }
 
+// Ask in the place of the turns from there on, which can be brought back.
+function askAt(place, question, images) {
+  const [begun, before] = [chat, [...chat.turns]];
+  const turn = { question, ...(images?.length && { images }) };
+  for (const later of begun.turns.splice(place, Infinity, turn)) later.shown.remove();
+  if (edited && !begun.turns.includes(edited)) stopEditing();
+  forgetTaken();
+  const gone = before.slice(place).filter((later) => later.answer).length;
+  if (gone) takenAway(gone === 1 ? "An answer was replaced." : `${gone} answers have gone.`, () => bringBack(begun, before));
+  showTurn(turn);
+  answer(begun, turn);
+}
+
+function bringBack(other, turns) {
+  running.get(other)?.abort();
+  other.turns = turns;
+  keep(other);
+  showChat(other);
+}
+
 function edit(turn) {
-  if (running) return;
+  if (isRunning()) return;
   edited = turn;
   byId("editing").hidden = false;
   byId("question").value = turn.question;
@@ -123,70 +132,66 @@ function stopEditing() {
 }
 
 function remove(turn) {
-  if (running) return;
+  if (isRunning()) return;
   if (edited === turn) stopEditing();
+  const [begun, before] = [chat, [...chat.turns]];
   turn.shown.remove();
   chat.turns.splice(chat.turns.indexOf(turn), 1);
   byId("empty").hidden = chat.turns.length > 0;
-  keepAndList();
+  takenAway("A question and its answer are deleted.", () => bringBack(begun, before));
+  keep(chat);
+  listChats();
   byId("question").focus();
-}
-
-function cutAfter(turn) {
-  for (const later of chat.turns.splice(chat.turns.indexOf(turn) + 1)) later.shown.remove();
 }
 
 // ---- chats
 
-const listChats = () => list(chat, open, removeChat);
-
-function keepAndList(changed = chat) {
-  keep(changed);
-  listChats();
-}
+const listChats = () => list(chat, isRunning, open, removeChat);
 
 function open(other) {
-  if (other.id !== chat.id) showChat(other);
+  if (other !== chat) showChat(other);
   if (document.body.classList.contains("side")) byId("open-side").click();
   byId("question").focus();
 }
 
 function showChat(other) {
-  running?.abort();
-  setRunning(null);
   stopEditing();
   chat = other;
   byId("log").replaceChildren(byId("empty"));
   byId("empty").hidden = chat.turns.length > 0;
   for (const turn of chat.turns) {
-    showTurn(turn);
-    turn.thought ??= "";
-    new ShownAnswer(turn, actions(turn)).close();
+    if (turn.shown) byId("log").append(turn.shown); // its answer may be under way
+    else showKept(turn);
   }
   scrollDown();
-  listChats();
+  showRunning();
+}
+
+function showKept(turn) {
+  showTurn(turn);
+  turn.thought ??= "";
+  new ShownAnswer(turn, actions(turn)).close();
 }
 
 function removeChat(other) {
-  if (other.id === chat.id) {
-    chat.turns.length = 0; // an answer under way is not kept
-    open(newChat());
-  }
+  running.get(other)?.abort();
   drop(other);
-  listChats();
+  if (other === chat) open(newChat());
+  else listChats();
+  takenAway(`The chat “${other.title}” is deleted.`, () => bringBack(other, other.turns));
 }
 
 // ---- the question
 
-function setRunning(stopping) {
-  running = stopping;
-  byId("send").textContent = running ? "Stop" : "Send";
-  document.body.classList.toggle("running", running !== null);
+function showRunning() {
+  byId("send").textContent = isRunning() ? "Stop" : "Send";
+  document.body.classList.toggle("running", isRunning());
   allowSending();
+  listChats();
 }
 
 function allowSending() {
-  byId("send").disabled = !running && !byId("question").value.trim() && !pictures().length;
+  byId("send").disabled = !isRunning() && !byId("question").value.trim() && !pictures().length;
 }
 
 function fit() {
@@ -205,20 +210,16 @@ function settingsAreRight() {
 
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running) return running.abort();
+  if (isRunning()) return running.get(chat).abort();
   const question = byId("question").value.trim();
   if ((!question && !pictures().length) || !settingsAreRight()) return;
-  const place = edited ? chat.turns.indexOf(edited) : chat.turns.length;
-  for (const later of chat.turns.splice(place)) later.shown.remove();
-  const turn = { question, ...(pictures().length && { images: pictures() }) };
-  chat.turns.push(turn);
+  const [place, images] = [edited ? chat.turns.indexOf(edited) : chat.turns.length, pictures()];
   edited = null;
   byId("editing").hidden = true;
   byId("question").value = "";
   setPictures([]);
   fit();
-  showTurn(turn);
-  answer(turn);
+  askAt(place, question, images);
 });
 
 byId("question").addEventListener("input", fit);
@@ -226,13 +227,13 @@ whenPicturesChange(allowSending);
 byId("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  if (!running) byId("ask").requestSubmit(); // Enter does not stop an answer: the next question may be half written
+  if (!isRunning()) byId("ask").requestSubmit(); // Enter does not stop an answer: the next question may be half written
 });
 byId("stop-editing").addEventListener("click", stopEditing);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (document.body.classList.contains("side")) byId("open-side").click();
-  else if (running) running.abort();
+  else if (isRunning()) running.get(chat).abort();
   else if (edited) stopEditing();
 });
 
@@ -241,10 +242,12 @@ document.addEventListener("keydown", (event) => {
 byId("new").addEventListener("click", () => open(newChat()));
 byId("export-md").addEventListener("click", () => save(chat, "md"));
 byId("export-json").addEventListener("click", () => save(chat, "json"));
+whenChangedElsewhere(listChats);
 whenKeptChanges(() => {
-  keep(chat);
+  forgetTaken();
+  keepAll();
   keepSettings();
-  listChats();
+  if (!isKept()) takenAway("Chats and settings are no longer kept: they go when this page is closed.", () => byId("keep").click());
 });
 byId("open-side").addEventListener("click", () => {
   const isOpen = document.body.classList.toggle("side");
@@ -252,7 +255,7 @@ byId("open-side").addEventListener("click", () => {
   byId("open-side").textContent = isOpen ? "Chat" : "Menu";
 });
 
-const [latest] = kept();
+const [latest] = latestFirst();
 if (latest) open(latest);
 else listChats();
 fit();

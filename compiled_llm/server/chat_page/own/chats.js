@@ -1,25 +1,38 @@
-// The chats of this browser: their list, and files of them. A chat is {id, title, changed, turns}.
+// The chats of this browser and of this visit: their list, and files of them. A chat is {id, title, changed, turns}.
 
 import { button, byId, element } from "./elements.js";
 import { arePictures } from "./pictures.js";
-import { forget, load, names, store } from "./storage.js";
+import { forget, load, names, store, whenKeptElsewhere } from "./storage.js";
 
 const CHAT = "chat.";
+const known = new Map(kept().map((chat) => [chat.id, chat])); // those of this visit also if nothing is kept
 
 export const newChat = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"), title: "", changed: 0, turns: [] });
 
 export function keep(chat) {
   chat.title = titleOf(chat.turns[0]);
   chat.changed = Date.now();
-  if (chat.turns.length) store(CHAT + chat.id, { ...chat, turns: chat.turns.map(plain) });
-  else forget(CHAT + chat.id);
+  if (!chat.turns.length) return drop(chat);
+  known.set(chat.id, chat);
+  write(chat);
 }
+
+const write = (chat) => store(CHAT + chat.id, { ...chat, turns: chat.turns.map(plain) });
+
+export const keepAll = () => known.forEach(write);
 
 const titleOf = (turn) => turn?.question.slice(0, 80) || (turn?.images ? "Picture" : "");
 
 const plain = ({ question, images, answer, thought, note }) => ({ question, ...(images && { images }), answer, thought, note });
 
-export const drop = (chat) => forget(CHAT + chat.id);
+export function drop(chat) {
+  known.delete(chat.id);
+  forget(CHAT + chat.id);
+}
+
+export const isKnown = (chat) => known.get(chat.id) === chat;
+
+export const latestFirst = () => [...known.values()].sort((one, other) => other.changed - one.changed);
 
 function isChat(chat) {
   const texts = (turn) => typeof turn?.question === "string" && typeof turn.answer === "string" && arePictures(turn.images);
@@ -27,16 +40,27 @@ function isChat(chat) {
 }
 
 export function kept() {
-  const chats = names().filter((name) => name.startsWith(CHAT)).map(load);
-  return chats.filter(isChat).sort((one, other) => other.changed - one.changed);
+  return names().filter((name) => name.startsWith(CHAT)).map(load).filter(isChat);
+}
+
+export function whenChangedElsewhere(action) {
+  whenKeptElsewhere((name) => {
+    if (!name.startsWith(CHAT)) return;
+    const [id, chat] = [name.slice(CHAT.length), load(name)];
+    if (!isChat(chat)) known.delete(id);
+    else if (!known.get(id)?.turns.some(({ shown }) => shown)) known.set(id, chat); // what is shown here stays
+    action();
+  });
 }
 
 // Show the list; `open` and `remove` are told which chat is meant.
-export function list(current, open, remove) {
-  const lines = kept().map((chat) => {
+export function list(current, isRunning, open, remove) {
+  const lines = latestFirst().map((chat) => {
     const line = element("li");
     const opening = button(chat.title, () => open(chat), "title");
-    if (chat.id === current.id) opening.setAttribute("aria-current", "true");
+    if (chat === current) opening.setAttribute("aria-current", "true");
+    if (isRunning(chat)) opening.classList.add("waiting");
+    if (isRunning(chat)) opening.setAttribute("aria-label", `${chat.title} (being answered)`);
     const deleting = button("Delete", () => remove(chat), "quiet");
     deleting.setAttribute("aria-label", `Delete the chat ${chat.title}`);
     line.append(opening, deleting);

@@ -1,6 +1,7 @@
 // How the server is: until it is ready, what it does, how far it is, and how long that has taken.
 
 import { byId, seconds, show } from "./elements.js";
+import { giveRoom } from "./messages.js";
 import { ask, asksForKey, checked, Refused, whenKeyIsGiven } from "./server.js";
 import { limitTokens } from "./settings.js";
 
@@ -64,6 +65,7 @@ async function nameModel() {
   show("model", data[0].id);
   document.title = data[0].id;
   limitTokens(data[0].max_model_len);
+  giveRoom(data[0].limit_mm_per_prompt.image, data[0].max_body_bytes);
   byId("add-picture").hidden = !data[0].input_modalities?.includes("image");
   byId("ask").hidden = !data[0].output_modalities?.includes("text");
   show("hello", byId("ask").hidden ? "This model scores texts, and writes none." : "Ask something.");

@@ -29,6 +29,11 @@ export function store(name, value) {
   }
 }
 
+// Another tab of this address has kept or forgotten something.
+export function whenKeptElsewhere(action) {
+  addEventListener("storage", ({ key }) => key?.startsWith(PREFIX) && action(key.slice(PREFIX.length)));
+}
+
 export const forget = (name) => localStorage.removeItem(PREFIX + name);
 
 export function whenKeptChanges(action) {

@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,31 +19,6 @@ from support.server.scripted import Script
 KEYS = ("a-key-of-sixteen-or-more",)
 
 pytestmark = pytest.mark.whole
-
-
-def messages_of(tab: Browser) -> list[dict[str, str]]:
-    """What would be sent with another question in the place of the last one."""
-    found = tab.run("import('/page/chat.js').then(({ messages }) => messages({ question: 'And?' }))")
-    assert isinstance(found, list)
-    return found
-
-
-def kept_chats(tab: Browser) -> list[dict[str, Any]]:
-    return json.loads(tab.run("import('/page/chats.js').then(({ kept }) => JSON.stringify(kept()))"))
-
-
-def texts_of(tab: Browser, selector: str) -> list[str]:
-    found = tab.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((found) => found.innerText)")
-    assert isinstance(found, list)
-    return found
-
-
-def press_button(tab: Browser, name: str, number: int = -1) -> None:
-    """Press a button of the chat by its name; the last one, unless a number is given."""
-    tab.run(
-        f"[...document.querySelectorAll('#log button')].filter((found) => found.textContent === {json.dumps(name)})"
-        f".at({number}).click()"
-    )
 
 
 # ---- questions and answers
@@ -61,8 +35,8 @@ def test_questions_are_answered(tab: Browser, api_server: RunningServer) -> None
     assert " tokens cached" in tab.text("article .note")
     tab.ask("the lazy dog")
     tab.until_answered(2)
-    sent = messages_of(tab)
-    assert [message["role"] for message in sent] == ["system", *("user", "assistant"), "user"]
+    sent = tab.sent("And?")["messages"]
+    assert [message["role"] for message in sent] == ["system", *("user", "assistant") * 2, "user"]
     assert sent[0] == {"role": "system", "content": "Be brief"}
     assert all(url.startswith((api_server.url, "data:")) for url in tab.requests)
     assert tab.complaints == []
@@ -79,7 +53,7 @@ def test_an_answer_is_stopped_and_a_chat_begun_again(tab: Browser) -> None:
     assert tab.text("#send") == "Send"
     tab.click("#new")
     assert tab.count("article") == 0
-    assert len(messages_of(tab)) == 1
+    assert len(tab.sent("And?")["messages"]) == 1
 
 
 def test_figures_are_asked_for_while_they_are_unfolded(tab: Browser, api_server: RunningServer) -> None:
@@ -134,7 +108,7 @@ def test_an_error_is_shown_and_can_be_tried_again(talk: Browser, script: Script)
     talk.until("document.querySelector('article .error')")
     assert talk.text("article .error").startswith("stop: ")
     talk.run("document.querySelector('#stop').value = ''")
-    press_button(talk, "Regenerate")
+    talk.press_button("Regenerate")
     talk.until_answered()
     assert talk.count("article .error") == 0
     assert talk.text(".tail") == "Yes."
@@ -182,34 +156,34 @@ def ask_twice(talk: Browser, script: Script) -> None:
 
 def test_an_answer_is_made_again_and_a_question_is_edited(talk: Browser, script: Script) -> None:
     ask_twice(talk, script)
-    press_button(talk, "Regenerate")
+    talk.press_button("Regenerate")
     talk.until("document.querySelectorAll('.tail')[1].innerText === 'Another.'")
     assert talk.run("[...document.querySelectorAll('.tail')].map((found) => found.innerText)") == [
         "Answer 1.",
         "Another.",
     ]
-    press_button(talk, "Edit", 0)
+    talk.press_button("Edit", 0)
     assert talk.run("document.activeElement.id + ':' + document.activeElement.value") == "question:One?"
     talk.press(*ESCAPE)
     assert (talk.run("document.querySelector('#question').value"), talk.count("article.user")) == ("", 2)
-    press_button(talk, "Edit", 0)
+    talk.press_button("Edit", 0)
     talk.run("document.querySelector('#question').value = ''")
     talk.ask("First?")
     talk.until("document.querySelectorAll('article .note').length === 1")
-    assert texts_of(talk, "article.user") == ["First?"]
+    assert talk.texts("article.user") == ["First?"]
     assert "One?" not in script.prompt
-    press_button(talk, "Delete")
+    talk.press_button("Delete")
     assert talk.count("article") == 0
-    assert kept_chats(talk) == []
+    assert talk.kept_chats() == []
 
 
 def test_an_earlier_answer_is_made_again_without_what_followed_it(talk: Browser, script: Script) -> None:
     ask_twice(talk, script)
-    press_button(talk, "Regenerate", 0)
+    talk.press_button("Regenerate", 0)
     talk.until_answered()
-    assert texts_of(talk, "article") == ["One?", talk.text("article.assistant")]
+    assert talk.texts("article") == ["One?", talk.text("article.assistant")]
     assert "Another." in talk.text("article.assistant")
-    (chat,) = kept_chats(talk)
+    (chat,) = talk.kept_chats()
     assert [turn["answer"] for turn in chat["turns"]] == ["Another."]
     talk.ask("And?")
     talk.until_answered(2)
@@ -227,8 +201,7 @@ def test_settings_go_with_a_question_and_an_empty_one_is_the_models(talk: Browse
     for name, value in values.items():
         talk.type(f"#{name}", value)
     talk.run("document.querySelector('#thinking').value = 'off'")
-    talk.run("sent = []; asks = fetch; fetch = (...given) => { sent.push(given[1].body); return asks(...given); }; 0")
-    talk.ask("And?")
+    body = talk.sent("And?")
     talk.until_answered(2)
     given = script.asked[-1].params
     assert {name: given[name] for name in ("temperature", "top_p", "seed", "max_tokens")} == {
@@ -238,7 +211,6 @@ def test_settings_go_with_a_question_and_an_empty_one_is_the_models(talk: Browse
         "max_tokens": 50,
     }
     assert list(given["stop"]) == ["END", "FIN"]
-    (body,) = (json.loads(sent) for sent in talk.run("sent") if sent)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     talk.open(talk.run("location.origin"))
     assert talk.run("document.querySelector('#temperature').value") == "0.5"
@@ -276,7 +248,7 @@ def test_with_a_setting_out_of_range_no_answer_is_made_again(talk: Browser, scri
     asked = len(script.asked)
     talk.type("#temperature", "-1")
     talk.run("document.querySelector('#question').focus()")
-    press_button(talk, "Regenerate")
+    talk.press_button("Regenerate")
     assert talk.run("document.activeElement.id") == "temperature"
     assert (talk.text(".tail"), len(script.asked)) == ("Yes.", asked)
 
@@ -294,7 +266,7 @@ def test_chats_are_there_again_until_they_are_deleted(talk: Browser, script: Scr
     assert talk.text("article.user") == "Second question?"
     assert talk.text("article.assistant em") == "answer"
     assert " tokens cached" in talk.text("article .note")
-    assert texts_of(talk, "#chats .title") == ["Second question?", "First question?"]
+    assert talk.texts("#chats .title") == ["Second question?", "First question?"]
     talk.click("#chats li:last-child .title")
     assert talk.text("article.user") == "First question?"
     script.text = "Next."
@@ -303,7 +275,7 @@ def test_chats_are_there_again_until_they_are_deleted(talk: Browser, script: Scr
     assert "First *answer*." in script.prompt
     talk.click("#chats [aria-current] + button")
     assert (talk.count("article"), talk.count("#chats li")) == (0, 1)
-    assert [chat["title"] for chat in kept_chats(talk)] == ["Second question?"]
+    assert [chat["title"] for chat in talk.kept_chats()] == ["Second question?"]
 
 
 UNFINISHED = "not finished"
@@ -316,11 +288,11 @@ def test_a_question_and_the_answer_so_far_are_there_after_a_reload(talk: Browser
     talk.ask("Count")
     talk.until("document.querySelector('#chats .title')")
     talk.open(talk.run("location.origin"))  # before the first token
-    assert (texts_of(talk, "article.user"), talk.text("article .note")) == (["Count"], UNFINISHED)
+    assert (talk.texts("article.user"), talk.text("article .note")) == (["Count"], UNFINISHED)
     assert talk.text("#chats .title") == "Count"
     talk.until_state("ready")
     script.allowed.release(tokens + of_two)  # the first answer, which nobody reads any more, and some of the second
-    press_button(talk, "Regenerate")
+    talk.press_button("Regenerate")
     talk.until("document.querySelector('.assistant strong')?.innerText === 'two'")
     talk.open(talk.run("location.origin"))
     assert (talk.text("article.assistant strong"), talk.text("article .note")) == ("two", UNFINISHED)
@@ -328,9 +300,9 @@ def test_a_question_and_the_answer_so_far_are_there_after_a_reload(talk: Browser
     until(lambda: script.answered == answered + 2)
     script.text, script.allowed = "Done.", None
     talk.until_state("ready")
-    press_button(talk, "Regenerate")
+    talk.press_button("Regenerate")
     talk.until("document.querySelector('article .note')?.innerText.includes('tokens cached')")
-    (chat,) = kept_chats(talk)
+    (chat,) = talk.kept_chats()
     assert (chat["turns"][0]["answer"], UNFINISHED in chat["turns"][0]["note"]) == ("Done.", False)
     assert talk.complaints == []
 
@@ -341,7 +313,7 @@ def test_an_answer_that_fails_is_kept_as_far_as_it_came(talk: Browser) -> None:
     talk.until("document.querySelector('article .error')")
     assert talk.text("article .note") == ""
     talk.open(talk.run("location.origin"))
-    assert (texts_of(talk, "article.user"), talk.text("article .note")) == (["Is it?"], UNFINISHED)
+    assert (talk.texts("article.user"), talk.text("article .note")) == (["Is it?"], UNFINISHED)
 
 
 def test_switched_off_nothing_is_kept(talk: Browser, script: Script) -> None:
@@ -359,7 +331,7 @@ def test_switched_off_nothing_is_kept(talk: Browser, script: Script) -> None:
     talk.click("#keep")
     talk.ask("Kept?")
     talk.until_answered()
-    assert [chat["title"] for chat in kept_chats(talk)] == ["Kept?"]
+    assert [chat["title"] for chat in talk.kept_chats()] == ["Kept?"]
 
 
 def test_what_another_page_has_left_in_the_browser_breaks_nothing(talk: Browser) -> None:
@@ -469,18 +441,6 @@ def test_a_question_without_an_answer_is_no_part_of_the_chat(talk: Browser, scri
     assert "Lost?" not in script.prompt
 
 
-def test_another_chat_ends_an_answer_that_is_under_way(talk: Browser, script: Script) -> None:
-    script.text, script.at_once, script.allowed = "one two three four five", 1, threading.Semaphore(8)
-    talk.ask("Count")
-    talk.until("document.querySelector('.tail')?.innerText")
-    talk.click("#new")
-    talk.until("Object.values(localStorage).some((kept) => kept.includes('Count'))")
-    script.allowed.release(1000)
-    (chat,) = kept_chats(talk)
-    assert chat["turns"][0]["note"].startswith("stopped")
-    assert (talk.text("#send"), talk.count("article")) == ("Send", 0)
-
-
 def test_a_chat_that_is_deleted_in_the_midst_of_an_answer_does_not_come_back(talk: Browser, script: Script) -> None:
     script.text = "Yes."
     talk.ask("Is it?")
@@ -490,7 +450,7 @@ def test_a_chat_that_is_deleted_in_the_midst_of_an_answer_does_not_come_back(tal
     talk.click("#chats [aria-current] + button")
     script.allowed.release(1000)
     talk.run("new Promise((resolve) => setTimeout(resolve, 100))")
-    assert (kept_chats(talk), talk.count("#chats li"), talk.text("#send")) == ([], 0, "Send")
+    assert (talk.kept_chats(), talk.count("#chats li"), talk.text("#send")) == ([], 0, "Send")
 
 
 def test_enter_sends_nothing_with_shift_or_while_characters_are_composed(talk: Browser) -> None:

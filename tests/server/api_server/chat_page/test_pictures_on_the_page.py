@@ -142,3 +142,44 @@ def test_a_model_without_eyes_has_no_button(tab: Browser) -> None:
     assert tab.run("document.querySelector('#add-picture').hidden")
     hand_over(tab, "paste")
     assert tab.count("#pictures img") == 0
+
+
+def parts_of(message: dict[str, Any]) -> list[str]:
+    return [part.get("text", part["type"]) for part in message["content"]]
+
+
+def test_pictures_for_which_a_request_has_no_room_are_left_out_from_the_oldest_on(
+    talk: Browser, script: Script
+) -> None:
+    script.text = "Yes."
+    talk.until("!document.querySelector('#add-picture').hidden")
+    hand_over(talk, "drop")  # the first question has two
+    until_waiting(talk, 1)
+    for turn in range(1, 19):
+        hand_over(talk, "drop")
+        until_waiting(talk, 2 if turn == 1 else 1)
+        sent = talk.sent(f"Question {turn}")["messages"][::2]
+        talk.until_answered(turn)
+        assert len(files_sent(script)) == min(turn + 1, 16)
+    assert parts_of(sent[0]) == ["(2 pictures were here.)", "Question 1"]
+    assert parts_of(sent[1]) == ["(A picture was here.)", "Question 2"]
+    assert parts_of(sent[2]) == ["image_url", "Question 3"]
+    notes = talk.texts("article .note")
+    assert not [note for note in notes[:15] if "left out" in note]
+    assert [note.split(" · ")[0] for note in notes[15:]] == [
+        "the oldest picture was left out: no room for more",
+        "the 2 oldest pictures were left out: no room for more",
+        "the 3 oldest pictures were left out: no room for more",
+    ]
+    assert (talk.count("article .error"), talk.complaints) == (0, [])
+
+
+def test_pictures_have_room_beside_the_texts_in_the_bytes_of_a_request(talk: Browser) -> None:
+    counted = """
+    import('/page/messages.js').then(({ giveRoom, request }) => {
+      const images = ['data:image/png;base64,' + 'A'.repeat(100_000)];
+      const turn = (text) => ({ question: text, answer: text, images });
+      giveRoom(16, 300_000);
+      return ['x', 'ä'.repeat(20_000)].map((text) => request([turn(text), turn('x'), turn('x')]).leftOut);
+    })"""
+    assert talk.run(counted) == [1, 2]
