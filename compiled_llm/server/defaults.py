@@ -14,4 +14,5 @@ MOST_BODY_BYTES = 64 * 2**20  # that a server can be told to take; a message to 
 MAX_IMAGES = 16  # pictures that a request can have
 MAX_IMAGE_BYTES = 8 * 2**20  # of a picture's file
 MAX_IMAGE_PIXELS = 2**25  # of a picture; decoded, each takes three bytes
+MAX_REQUEST_PIXELS = 2**28  # of all images of a request, which are decoded one after the other
 MOST_IMAGE_PIXELS = 2**26  # that a server can be told to take; engines decode no more themselves

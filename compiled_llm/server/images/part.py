@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.protocol.messages import Pictured, Ready
@@ -55,10 +55,15 @@ def reads_images(model: Any, processor: Any) -> bool:
     return isinstance(processor, ServedProcessor) and sees_images(model)
 
 
-def prompt_of(processor: Any, pictured: Pictured) -> dict[str, Any]:
-    """Return a prompt with pictures as engines take it; ValueError if one cannot be decoded."""
+def inputs_of(processor: Any, pictured: Pictured, wanted: Callable[[], bool]) -> Mapping[str, Any]:
+    """Return a prompt with pictures as engines take it, once the processor has read them.
+
+    Raises:
+        ValueError: one cannot be decoded, or is too large.
+        UnwantedError: they are not ``wanted`` any more.
+    """
     from compiled_llm.server.images.processor import ServedProcessor
 
     if not isinstance(processor, ServedProcessor):
         raise ValueError("prompt: it has a picture, and the engine process has no processor of its model")
-    return processor.prompt(pictured)
+    return processor.inputs(pictured, wanted)

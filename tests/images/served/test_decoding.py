@@ -24,17 +24,17 @@ def ask(seen, url: str = data_url(RED)):
 def test_the_worker_is_started_with_the_first_picture_and_again_if_it_dies(seen):
     served: Any = seen.engine.processor
     served.close()
-    vars(served).update(_process=None, _processor=None)  # as if no picture had come yet
+    vars(served).update(_reader=None)  # as if no picture had come yet
     seen.server.post(CHAT, messages=[{"role": "user", "content": "w1"}], max_tokens=1)
-    assert (served._process, served._processor) == (None, None)
+    assert served._reader is None
     assert ask(seen).status_code == 200
-    first = served._process.pid
+    first = served._reader.decoder.pid
     assert len(list(Path(f"/proc/{first}/task").iterdir())) == 1, "a process with threads must not fork"
     assert "libtorch" not in Path(f"/proc/{first}/maps").read_text()
     os.kill(first, signal.SIGKILL)
     until(lambda: ") Z " in Path(f"/proc/{first}/stat").read_text())  # its sockets are closed by then
     assert ask(seen).status_code == 200
-    assert served._process.pid != first
+    assert served._reader.decoder.pid != first
 
 
 def test_a_picture_that_takes_too_much_is_refused_and_the_next_one_is_decoded(seen):
@@ -43,7 +43,7 @@ def test_a_picture_that_takes_too_much_is_refused_and_the_next_one_is_decoded(se
     from compiled_llm.server.images.messages import Decode, Decoded, FromWorker
 
     large = as_file(painted(1, 700, 700))
-    process: DecoderProcess = seen.engine.processor._decoder()
+    process: DecoderProcess = seen.engine.processor._loaded().decoder
 
     def decoded(memory: int) -> Decoded | Failed | None:
         return process.answered(lambda: process._ask(Decode(large, 2**24, 9, memory)), FromWorker, lambda: True)

@@ -1,0 +1,48 @@
+"""Images that are decoded once they are read: until then they take no more memory than their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from PIL import Image
+
+from compiled_llm.engine.images.pictures import UnreadError
+from compiled_llm.server.images.turns import Asker
+
+
+class DeferredImage(Image.Image):
+    """An image for processors that only pass it on; whoever reads something of it itself has it decoded then.
+
+    Attributes:
+        asker: the request that it is of.
+        pixels: how many it has at most, until the processor has read it.
+    """
+
+    def __init__(self, decode: Callable[[], Image.Image], pixels: int, asker: Asker) -> None:
+        super().__init__()
+        self._decode, self.pixels, self.asker = decode, pixels, asker
+
+    def decoded(self) -> Image.Image:
+        """Return the image itself, which is not kept here; UnreadError if it cannot be had."""
+        try:
+            return self._decode()
+        except Exception as error:
+            raise UnreadError from error
+
+    @property
+    def size(self) -> tuple[int, int]:
+        self.load()
+        return self._size
+
+    @property
+    def mode(self) -> str:
+        self.load()
+        return self._mode
+
+    def load(self) -> Any:
+        """Decode the image, and keep it."""
+        if self._im is None:
+            image = self.decoded()
+            self._im, self._size, self._mode = image.im, image.size, image.mode
+        return super().load()
