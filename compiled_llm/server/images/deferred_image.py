@@ -23,6 +23,9 @@ class DeferredImage(Image.Image):
         super().__init__()
         self._decode, self.pixels, self.asker = decode, pixels, asker
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of at most {self.pixels:,} pixels>"
+
     def decoded(self) -> Image.Image:
         """Return the image itself, which is not kept here; UnreadError if it cannot be had."""
         try:

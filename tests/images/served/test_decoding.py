@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.huggingface.word_processor import as_file, painted
 from support.server.engine_processes import until
 from support.server.pictures import data_url, shown
@@ -39,6 +41,7 @@ def test_the_worker_is_started_with_the_first_picture_and_again_if_it_dies(seen)
 
 def test_a_picture_that_takes_too_much_is_refused_and_the_next_one_is_decoded(seen):
     from compiled_llm.engine.apart.exchange import Failed
+    from compiled_llm.engine.apart.unwanted import UnwantedError
     from compiled_llm.server.images.decoder_process import DecoderProcess
     from compiled_llm.server.images.messages import Decode, Decoded, FromWorker
 
@@ -52,6 +55,8 @@ def test_a_picture_that_takes_too_much_is_refused_and_the_next_one_is_decoded(se
     assert isinstance(failed, Failed)
     assert failed.kind == "limit"
     assert isinstance(decoded(2**27), Decoded)
+    with pytest.raises(UnwantedError):
+        process.decoded(large, 2**24, lambda: False)
     assert process.decoded(large, 1000) == Failed("limit", "it has 700 x 700 pixels, and at most 1,000 are decoded")
 
 
