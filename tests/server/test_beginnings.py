@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,11 @@ class Slow:
         self._begun = stream._submitted
         monkeypatch.setattr(stream, "_submitted", self._submitted)
 
-    def _submitted(self, engine: Engine, submit: Submit, wanted: Callable[[], bool]) -> Any:
+    def _submitted(self, engine: Engine, submit: Submit, *arguments: Any) -> Any:
         if "bad_words" in submit.params:
             self.threads.append(threading.get_ident())
             assert self.free.wait(PATIENCE)
-        return self._begun(engine, submit, wanted)
+        return self._begun(engine, submit, *arguments)
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ class EngineServer:
             )
         from compiled_llm.server.engine_process.stream import Stream, begun  # with torch, which is there by now
 
-        stream = begun(self._engine, submit, wanted)
+        stream = begun(self._engine, submit, self._ready.max_tokens, wanted)
         if isinstance(stream, Stream):
             stream.handle.when_changed(self.wake)
         return stream

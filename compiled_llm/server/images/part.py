@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.protocol.messages import Pictured, Ready
@@ -13,6 +13,8 @@ from compiled_llm.server.images.sources import GivenImage, files_of
 from compiled_llm.server.settings import ApiServerSettings
 
 if TYPE_CHECKING:
+    from compiled_llm.engine.engine import Engine
+    from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.server.images.processor import ServedProcessor
 
 
@@ -55,15 +57,25 @@ def reads_images(model: Any, processor: Any) -> bool:
     return isinstance(processor, ServedProcessor) and sees_images(model)
 
 
-def inputs_of(processor: Any, pictured: Pictured, wanted: Callable[[], bool]) -> Mapping[str, Any]:
-    """Return a prompt with pictures as engines take it, once the processor has read them.
+def submitted(
+    engine: Engine, pictured: Pictured, max_tokens: int, wanted: Callable[[], bool], **options: Any
+) -> RequestHandle:
+    """Submit a prompt with pictures once the processor has read them.
+
+    Args:
+        max_tokens: that a request may have.
+        options: of ``Engine.submit``.
 
     Raises:
-        ValueError: one cannot be decoded, or is too large.
+        ValueError: one cannot be decoded, or is too large; or as ``Engine.submit``.
         UnwantedError: they are not ``wanted`` any more.
     """
     from compiled_llm.server.images.processor import ServedProcessor
 
+    processor = engine.processor
     if not isinstance(processor, ServedProcessor):
         raise ValueError("prompt: it has a picture, and the engine process has no processor of its model")
-    return processor.inputs(pictured, wanted)
+    inputs = processor.inputs(pictured, max_tokens - 1, wanted)  # a token is left for the answer
+    handle = engine.submit(inputs, **options)
+    processor.keep(handle, inputs)
+    return handle

@@ -11,6 +11,7 @@ from compiled_llm.protocol.messages import Pictured
 from compiled_llm.requests.users_code import described
 
 if TYPE_CHECKING:  # imports Pillow
+    from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.server.images.reader import ImageReader
 
 
@@ -45,11 +46,15 @@ class ServedProcessor:
             raise AttributeError(name)
         return getattr(self._loaded().processor, name)
 
-    def inputs(self, pictured: Pictured, wanted: Callable[[], bool]) -> Mapping[str, Any]:
+    def inputs(self, pictured: Pictured, max_tokens: int, wanted: Callable[[], bool]) -> Mapping[str, Any]:
         """Return what the processor makes of a text with pictures; raises as ``ImageReader.inputs``."""
         if not wanted():
             raise UnwantedError
-        return self._loaded().inputs(pictured, wanted)
+        return self._loaded().inputs(pictured, max_tokens, wanted)
+
+    def keep(self, handle: RequestHandle, inputs: Mapping[str, Any]) -> None:
+        """Count what a request keeps of its pictures until it has ended."""
+        self._loaded().keep(handle, inputs)
 
     def close(self) -> None:
         if self._reader is not None:

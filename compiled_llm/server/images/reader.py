@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
+from compiled_llm.compat.images.image_tokens import image_tokens
 from compiled_llm.engine.images.inputs import inputs_of_text
 from compiled_llm.engine.images.pictures import UnreadError
 from compiled_llm.engine.images.scaling import largest_size, oversized
+from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.protocol.messages import Pictured
 from compiled_llm.server.defaults import MAX_REQUEST_PIXELS, MOST_IMAGE_PIXELS
 from compiled_llm.server.images.decoder_process import DecoderProcess
 from compiled_llm.server.images.deferred_image import DeferredImage
-from compiled_llm.server.images.header import header_of
+from compiled_llm.server.images.header import Header, header_of
 from compiled_llm.server.images.messages import Decoded
 from compiled_llm.server.images.one_by_one import reading_one_by_one
 from compiled_llm.server.images.turns import Asker, Turns
@@ -31,7 +34,8 @@ class ImageReader:
 
     def __init__(self, processor: Any) -> None:
         self._image_processor = getattr(processor, "image_processor", None)
-        self.processor = reading_one_by_one(processor, Turns())
+        self._turns = Turns()
+        self.processor = reading_one_by_one(processor, self._turns)
         self._lock = threading.Lock()
         self._decoder: DecoderProcess | None = None
 
@@ -47,8 +51,11 @@ class ImageReader:
         if self._decoder is not None:
             self._decoder.close()
 
-    def inputs(self, pictured: Pictured, wanted: Callable[[], bool]) -> Mapping[str, Any]:
+    def inputs(self, pictured: Pictured, max_tokens: int, wanted: Callable[[], bool]) -> Mapping[str, Any]:
         """Return what the processor makes of a text with images, each of which is decoded in its turn.
+
+        Args:
+            max_tokens: that the prompt may have.
 
         Raises:
             ValueError: one cannot be decoded, or they are too large, or too many.
@@ -62,8 +69,17 @@ class ImageReader:
                 f"prompt: the chat has {places} places of pictures, {place}, for {len(pictured.images)}; texts must "
                 "not have this token"
             )
+        headers = [_header(number, file) for number, file in enumerate(pictured.images)]
+        tokens = image_tokens(self.processor, [(header.width, header.height) for header in headers])
+        if tokens is not None and tokens > max_tokens:
+            raise ValueError(
+                f"prompt: its images are {tokens:,} tokens, and it can have {max_tokens:,}; send fewer, or smaller ones"
+            )
         asker, most = Asker(wanted), min(pictured.max_pixels, MOST_IMAGE_PIXELS)
-        images = [self._deferred(f"images[{number}]", file, most, asker) for number, file in enumerate(pictured.images)]
+        images = [
+            self._deferred(f"images[{number}]", file, header, most, asker)
+            for number, (file, header) in enumerate(zip(pictured.images, headers, strict=True))
+        ]
         if (pixels := sum(image.pixels for image in images)) > MAX_REQUEST_PIXELS:
             raise ValueError(f"prompt: its images have {pixels:,} pixels; at most {MAX_REQUEST_PIXELS:,} are decoded")
         try:
@@ -71,12 +87,12 @@ class ImageReader:
         except UnreadError as error:
             raise error.__cause__ or error from None
 
-    def _deferred(self, name: str, file: bytes, most: int, asker: Asker) -> DeferredImage:
+    def keep(self, handle: RequestHandle, inputs: Mapping[str, Any]) -> None:
+        """Count what a request keeps of its images until it has ended: the inputs of the model."""
+        self._turns.keep(sum(value.nbytes for value in inputs.values() if isinstance(value, Tensor)), handle)
+
+    def _deferred(self, name: str, file: bytes, header: Header, most: int, asker: Asker) -> DeferredImage:
         """Return an image that is decoded once it is read; ValueError if its header says that it is too large."""
-        try:
-            header = header_of(file)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
         size = header.width, header.height
         if header.pixels > most:
             raise ValueError(f"{name}: has {size[0]:,} x {size[1]:,} pixels, and at most {most:,} are decoded")
@@ -99,3 +115,10 @@ class ImageReader:
             error = RuntimeError if found.kind == "lost" else ValueError
             raise error(f"{name}: cannot be decoded: {found.message}")
         return Image.frombuffer(found.mode, (found.width, found.height), found.pixels, "raw", found.mode, 0, 1)
+
+
+def _header(number: int, file: bytes) -> Header:
+    try:
+        return header_of(file)
+    except ValueError as error:
+        raise ValueError(f"images[{number}]: {error}") from None

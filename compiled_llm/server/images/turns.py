@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 from compiled_llm.engine.apart.unwanted import UnwantedError
-from compiled_llm.server.defaults import MOST_IMAGE_PIXELS
+from compiled_llm.server.defaults import MAX_KEPT_OF_IMAGES, MOST_IMAGE_PIXELS
 
 _PLACES = 4
 _LARGE = 2**22
@@ -44,6 +45,13 @@ class _Turn:
         return self.pixels >= _LARGE
 
 
+class Ending(Protocol):
+    """A request, as far as it ends."""
+
+    @property
+    def done(self) -> bool: ...
+
+
 class Turns:
     """Turns of the images of all requests: those of requests that have taken least time come first."""
 
@@ -52,6 +60,12 @@ class Turns:
         self._waiting: list[_Turn] = []
         self._running: list[_Turn] = []
         self._asked = 0
+        self._kept: list[tuple[int, Ending]] = []
+
+    def keep(self, nbytes: int, request: Ending) -> None:
+        """Count bytes that a request keeps of its images until it has ended; beyond a bound no turn begins."""
+        with self._changed:
+            self._kept.append((nbytes, request))
 
     @contextmanager
     def turn(self, asker: Asker, pixels: int) -> Iterator[None]:
@@ -88,7 +102,8 @@ class Turns:
 
     def _next(self) -> _Turn | None:
         """Return who is to begin now; None while there is no place for the next."""
-        if len(self._running) >= _PLACES:
+        self._kept = [(nbytes, request) for nbytes, request in self._kept if not request.done]
+        if len(self._running) >= _PLACES or sum(nbytes for nbytes, _ in self._kept) >= MAX_KEPT_OF_IMAGES:
             return None
         waiting = sorted(self._waiting, key=attrgetter("seconds", "number"))
         large = next((turn for turn in waiting if turn.is_large), None)

@@ -66,7 +66,7 @@ def beginning(seen: Any) -> int:
 
 def test_the_images_of_a_client_that_has_left_are_decoded_no_further(seen, slow):
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(seen.server.url + CHAT, json=body(*[SLOW] * 8), timeout=httpx.Timeout(PATIENCE, read=0.5))
+        httpx.post(seen.server.url + CHAT, json=body(*[SLOW] * 3), timeout=httpx.Timeout(PATIENCE, read=0.5))
     until(lambda: slow.begun and not slow.wanted())
     slow.free.set()
     until(lambda: not beginning(seen))
@@ -96,5 +96,5 @@ def test_what_was_cancelled_while_it_was_decoded_ends(seen, slow):
 
 def test_what_was_left_before_its_turn_is_not_looked_at(seen, slow):
     with pytest.raises(UnwantedError):
-        seen.engine.processor.inputs(Pictured("no places", [b"no image"]), lambda: False)
+        seen.engine.processor.inputs(Pictured("no places", [b"no image"]), 99, lambda: False)
     assert slow.begun == 0

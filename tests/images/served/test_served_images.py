@@ -142,7 +142,7 @@ def clear(mode: str) -> Image.Image:
 def test_what_is_transparent_has_huggingface_s_pixels(seen, file):
     text = "w5 <|vision_start|><|image_pad|><|vision_end|> w6"
     theirs = qwen_processor()(text=[text], images=[Image.open(io.BytesIO(file))], return_tensors="pt")
-    ours = seen.engine.processor.inputs(Pictured(text, [file]), lambda: True)
+    ours = seen.engine.processor.inputs(Pictured(text, [file]), 99, lambda: True)
     assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
     assert torch.equal(ours["input_ids"], theirs["input_ids"])
 

@@ -117,3 +117,19 @@ def test_one_that_nobody_waits_for_leaves_the_line(line):
         waiting.result(PATIENCE)
     assert line.begun == ["huge"]
     assert not line.turns._waiting
+
+
+class Answer:
+    done = False
+
+
+def test_none_begins_while_requests_keep_too_much_of_theirs(line):
+    from compiled_llm.server.images.turns import MAX_KEPT_OF_IMAGES
+
+    first, second = Answer(), Answer()
+    for answer in (first, second):
+        line.turns.keep(MAX_KEPT_OF_IMAGES // 2, answer)
+    line.ask("small", SMALL)
+    assert line.begun == []
+    second.done = True
+    running(line, "small")
