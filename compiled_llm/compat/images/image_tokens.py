@@ -22,6 +22,6 @@ def image_tokens(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None
     try:
         count = getattr(processor, _METHOD)
         both = (count(image_sizes=[(one, other), (other, one)])["num_image_tokens"] for one, other in sizes)
-        return sum(map(min, both))
+        return sum(int(min(tokens)) for tokens in both)
     except Exception:  # of images or of settings that it has no answer for
         return None

@@ -49,6 +49,6 @@ def _squares_first(image_processor: Any) -> bool:
 
 def _shortest_edge(size: Any) -> int | None:
     """Return the edge that images are scaled to, however long the other one becomes; None if that is bounded, too."""
-    get = size.get if isinstance(size, Mapping) else lambda name: getattr(size, name, None)
-    edge = None if get("longest_edge") else get("shortest_edge")
+    edges = size if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
+    edge = None if edges.get("longest_edge") else edges.get("shortest_edge")
     return edge if isinstance(edge, int) else None

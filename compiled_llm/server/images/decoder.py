@@ -35,7 +35,7 @@ class Decoder(ForkServer[Decode]):
                 return Failed("invalid", "it is animated, and animations are not served; give one of its frames")
             image.load()
             turned = coloured(ImageOps.exif_transpose(image))
-        return Decoded(turned.width, turned.height, turned.mode, turned.tobytes())
+        return Decoded(turned.width, turned.height, "RGBA" if turned.mode == "RGBA" else "RGB", turned.tobytes())
 
     def said(self, error: Exception) -> str:
         if isinstance(error, UnidentifiedImageError):
