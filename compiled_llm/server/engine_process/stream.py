@@ -75,7 +75,6 @@ def _submitted(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable
             f"SamplingParams: n={params.n}: an engine process gives at most {MAX_ANSWERS} answers to a prompt"
         )
     waiting: dict[str, Any] = {
-        "params": params,
         "priority": submit.priority,
         "timeout": submit.timeout,
         "cache_salt": submit.cache_salt,
@@ -84,9 +83,9 @@ def _submitted(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable
         "pooled": submit.pooled,
     }
     if submit.pictured is None:
-        return engine.submit(submit.prompt, **waiting)
+        return engine.submit(submit.prompt, params, **waiting)
     submitted: Callable[..., RequestHandle] = needed("images", "server").submitted
-    return submitted(engine, submit.pictured, max_tokens, wanted, **waiting)
+    return submitted(engine, submit.pictured, params, max_tokens, wanted, **waiting)
 
 
 def _params(plain: dict[str, Any]) -> SamplingParams:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.protocol.messages import Pictured, Ready
+from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.images.sources import GivenImage, files_of
 from compiled_llm.server.settings import ApiServerSettings
@@ -58,13 +59,18 @@ def reads_images(model: Any, processor: Any) -> bool:
 
 
 def submitted(
-    engine: Engine, pictured: Pictured, max_tokens: int, wanted: Callable[[], bool], **options: Any
+    engine: Engine,
+    pictured: Pictured,
+    params: SamplingParams,
+    max_tokens: int,
+    wanted: Callable[[], bool],
+    **waiting: Any,
 ) -> RequestHandle:
     """Submit a prompt with pictures once the processor has read them.
 
     Args:
         max_tokens: that a request may have.
-        options: of ``Engine.submit``.
+        waiting: further options of ``Engine.submit``.
 
     Raises:
         ValueError: one cannot be decoded, or is too large; or as ``Engine.submit``.
@@ -76,6 +82,6 @@ def submitted(
     if not isinstance(processor, ServedProcessor):
         raise ValueError("prompt: it has a picture, and the engine process has no processor of its model")
     inputs = processor.inputs(pictured, max_tokens - 1, wanted)  # a token is left for the answer
-    handle = engine.submit(inputs, **options)
+    handle = engine.submit(inputs, params, **waiting)
     processor.keep(handle, inputs)
     return handle
