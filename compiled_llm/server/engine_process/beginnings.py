@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # imports torch
 
 _LONG = frozenset(("structured_outputs", "bad_words", "allowed_token_ids"))
 """Settings that are read for as long as their text is."""
-_OF_PICTURES = ThreadPoolExecutor(32, "compiled_llm pictures")
+_OF_PICTURES = ThreadPoolExecutor(64, "compiled_llm pictures")
 """Threads of requests with pictures, which mostly wait for the turn of one of them; others need threads meanwhile."""
 _LONG_PROMPT = 2**14  # tokens of a prompt that are looked at for milliseconds
 
@@ -64,9 +64,9 @@ class Beginnings:
         self._tasks[submit.request] = asyncio.create_task(self._begin(submit))
 
     async def _begin(self, submit: Submit) -> None:
-        cancelled = self._cancelled[submit.request]
+        indices = self._cancelled[submit.request]
         threads = None if submit.pictured is None else _OF_PICTURES
-        wanted = functools.partial(_is_whole, cancelled)
+        wanted = functools.partial(_is_whole, indices)
         try:
             begun = await asyncio.get_running_loop().run_in_executor(threads, self._desk.begin, submit, wanted)
         except UnwantedError:
@@ -76,7 +76,7 @@ class Beginnings:
                 MEMORY.give_back_soon()
         del self._cancelled[submit.request], self._tasks[submit.request]
         if begun is not None and not isinstance(begun, Refused):
-            for index in cancelled:
+            for index in indices:
                 begun.handle.cancel(index)
         self._begun(submit, begun)
 

@@ -21,7 +21,8 @@ class DeferredImage(Image.Image):
 
     def __init__(self, decode: Callable[[], Image.Image], pixels: int, asker: Asker) -> None:
         super().__init__()
-        self._decode, self.pixels, self.asker = decode, pixels, asker
+        self._decode, self._is_read = decode, False
+        self.pixels, self.asker = pixels, asker
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of at most {self.pixels:,} pixels>"
@@ -45,7 +46,7 @@ class DeferredImage(Image.Image):
 
     def load(self) -> Any:
         """Decode the image, and keep it."""
-        if self._im is None:
+        if not self._is_read:
             image = self.decoded()
-            self._im, self._size, self._mode = image.im, image.size, image.mode
+            self.im, self._size, self._mode, self._is_read = image.im, image.size, image.mode, True
         return super().load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from compiled_llm.engine.images.pictures import UnreadError, as_read_by
 from compiled_llm.server.defaults import MOST_IMAGE_PIXELS
 from compiled_llm.server.images.deferred_image import DeferredImage
 from compiled_llm.server.images.turns import Turns
+
+logger = logging.getLogger("compiled_llm.server")
 
 _TRIED = ((64, 96), (160, 64))
 """Sizes of the images with which it is tried whether a processor's outputs can be joined."""
@@ -75,7 +78,10 @@ class _OneByOne:
     def _joints_of(self, made: Callable[[Any], Any], nested: bool) -> Joints | None:
         with self._lock:
             if nested not in self._joints:
-                self._joints[nested] = _found_joints(lambda images: made(_nest(images, nested)))
+                joints = self._joints[nested] = _found_joints(lambda images: made(_nest(images, nested)))
+                if joints is None:
+                    name = type(self._image_processor).__name__
+                    logger.info("compiled_llm: %s reads the images of a request together, not one by one", name)
             return self._joints[nested]
 
 

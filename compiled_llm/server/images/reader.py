@@ -70,11 +70,6 @@ class ImageReader:
                 "not have this token"
             )
         headers = [_header(number, file) for number, file in enumerate(pictured.images)]
-        tokens = image_tokens(self.processor, [(header.width, header.height) for header in headers])
-        if tokens is not None and tokens > max_tokens:
-            raise ValueError(
-                f"prompt: its images are {tokens:,} tokens, and it can have {max_tokens:,}; send fewer, or smaller ones"
-            )
         asker, most = Asker(wanted), min(pictured.max_pixels, MOST_IMAGE_PIXELS)
         images = [
             self._deferred(f"images[{number}]", file, header, most, asker)
@@ -82,6 +77,11 @@ class ImageReader:
         ]
         if (pixels := sum(image.pixels for image in images)) > MAX_REQUEST_PIXELS:
             raise ValueError(f"prompt: its images have {pixels:,} pixels; at most {MAX_REQUEST_PIXELS:,} are decoded")
+        tokens = image_tokens(self.processor, [(header.width, header.height) for header in headers])
+        if tokens is not None and tokens > max_tokens:
+            raise ValueError(
+                f"prompt: its images are {tokens:,} tokens, and it can have {max_tokens:,}; send fewer, or smaller ones"
+            )
         try:
             return inputs_of_text(pictured.text, images, self.processor)
         except UnreadError as error:

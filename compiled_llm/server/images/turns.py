@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from compiled_llm.server.defaults import MAX_KEPT_OF_IMAGES, MOST_IMAGE_PIXELS
 _PLACES = 4
 _LARGE = 2**22
 """Pixels from which on an image is a large one: one place is kept for smaller ones, which take little time."""
-_LOOKING = 0.1
+_LOOKING = 0.25
 """Seconds between two looks whether an image is still wanted."""
 
 
@@ -60,12 +61,12 @@ class Turns:
         self._waiting: list[_Turn] = []
         self._running: list[_Turn] = []
         self._asked = 0
-        self._kept: list[tuple[int, Ending]] = []
+        self._kept: list[tuple[int, weakref.ref[Ending]]] = []
 
     def keep(self, nbytes: int, request: Ending) -> None:
         """Count bytes that a request keeps of its images until it has ended; beyond a bound no turn begins."""
         with self._changed:
-            self._kept.append((nbytes, request))
+            self._kept.append((nbytes, weakref.ref(request)))
 
     @contextmanager
     def turn(self, asker: Asker, pixels: int) -> Iterator[None]:
@@ -102,13 +103,16 @@ class Turns:
 
     def _next(self) -> _Turn | None:
         """Return who is to begin now; None while there is no place for the next."""
-        self._kept = [(nbytes, request) for nbytes, request in self._kept if not request.done]
-        if len(self._running) >= _PLACES or sum(nbytes for nbytes, _ in self._kept) >= MAX_KEPT_OF_IMAGES:
+        if len(self._running) >= _PLACES or self._kept_bytes() >= MAX_KEPT_OF_IMAGES:
             return None
         waiting = sorted(self._waiting, key=attrgetter("seconds", "number"))
         large = next((turn for turn in waiting if turn.is_large), None)
         fits = large is not None and self._has_room(large)
         return next((turn for turn in waiting if not turn.is_large or (fits and turn is large)), None)
+
+    def _kept_bytes(self) -> int:
+        self._kept = [kept for kept in self._kept if (request := kept[1]()) is not None and not request.done]
+        return sum(nbytes for nbytes, _ in self._kept)
 
     def _has_room(self, large: _Turn) -> bool:
         running = [turn.pixels for turn in self._running if turn.is_large]
