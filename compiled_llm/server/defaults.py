@@ -13,4 +13,7 @@ MOST_BODY_BYTES = 64 * 2**20  # that a server can be told to take; a message to 
 MAX_IMAGES = 16  # pictures that a request can have
 MAX_IMAGE_BYTES = 8 * 2**20  # of a picture's file
 MAX_IMAGE_PIXELS = 2**25  # of a picture; decoded, each takes three bytes
+MAX_REQUEST_PIXELS = 2**28  # of all images of a request, which are decoded one after the other
+MAX_KEPT_OF_IMAGES = 2**32
+"""Bytes that all requests keep of what processors have made of images; meanwhile no further images are decoded."""
 MOST_IMAGE_PIXELS = 2**26  # that a server can be told to take; engines decode no more themselves

@@ -107,9 +107,10 @@ FRAMES = as_file(CAT, "WEBP", save_all=True, append_images=[painted(3)])
         ("https://example.com/cat.png", "fetches no pictures from addresses"),
         ("file:///etc/passwd", "fetches no pictures from addresses"),
         ("data:image/png;base64,AAAA", "fetches no pictures from addresses"),
+        ("DATA:image/png;base64,AAAA", "fetches no pictures from addresses"),
         (None, "a picture is a NoneType; give an Image of Pillow's, or the path or bytes of a file"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_picture_that_cannot_be_had(engine, picture, said):
     with pytest.raises(ValueError, match=f"prompt: .*{said}"):

@@ -29,11 +29,11 @@ class Slow:
         self._begun = stream._submitted
         monkeypatch.setattr(stream, "_submitted", self._submitted)
 
-    def _submitted(self, engine: Engine, submit: Submit) -> Any:
+    def _submitted(self, engine: Engine, submit: Submit, *arguments: Any) -> Any:
         if "bad_words" in submit.params:
             self.threads.append(threading.get_ident())
             assert self.free.wait(PATIENCE)
-        return self._begun(engine, submit)
+        return self._begun(engine, submit, *arguments)
 
 
 @pytest.fixture

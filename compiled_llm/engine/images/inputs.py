@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compiled_llm.engine.images.pictures import opened
+from compiled_llm.engine.images.pictures import MOST_PIXELS, UnreadError, as_read_by, opened
+from compiled_llm.engine.images.scaling import oversized
 from compiled_llm.requests.users_code import described
 
 _NOT_SERVED = {"video": "videos are", "audio": "sound is", "video_url": "videos are", "input_audio": "sound is"}
@@ -46,19 +47,19 @@ def inputs_of(prompt: Any, processor: Any, image_token: int) -> dict[str, Any]:
 
 
 def _of_messages(messages: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:
-    loaded = [_with_pictures(message) for message in messages]
+    loaded = [_with_pictures(message, processor) for message in messages]
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     return _asked(processor.apply_chat_template, loaded, add_generation_prompt=True, **options)
 
 
-def _with_pictures(message: Any) -> Any:
+def _with_pictures(message: Any, processor: Any) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, (list, tuple)):
         return message
-    return {**message, "content": [_part(part) for part in content]}
+    return {**message, "content": [_part(part, processor) for part in content]}
 
 
-def _part(part: Any) -> Any:
+def _part(part: Any, processor: Any) -> Any:
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     if kind == "text":
         return part
@@ -69,7 +70,16 @@ def _part(part: Any) -> Any:
             f"prompt: a message has a part {_shown(part)}; pictures are {{'type': 'image', 'image': ...}}, an Image of "
             "Pillow's, or the path or the bytes of a file"
         )
-    return {"type": "image", "image": opened(part["image"])}
+    return {"type": "image", "image": _given(part["image"], processor)}
+
+
+def _given(picture: Any, processor: Any) -> Any:
+    """Return a picture as the processor is given it; ValueError if it cannot be had, or is made too large."""
+    image = opened(picture)
+    image_processor = getattr(processor, "image_processor", None)
+    if (why := oversized(image_processor, *image.size, MOST_PIXELS)) is not None:
+        raise ValueError(f"prompt: a picture {why}")
+    return as_read_by(image_processor, image)
 
 
 def _shown(part: Any) -> str:
@@ -83,16 +93,19 @@ def _of_dictionary(prompt: Mapping[str, Any], processor: Any, image_token: int) 
         if name != "image":
             raise ValueError(f"prompt: multi_modal_data has {name!r}; pictures alone are served, under 'image'")
     given = data.get("image") if isinstance(data, Mapping) else None
-    pictures = [opened(picture) for picture in (given if isinstance(given, (list, tuple)) else [given])]
+    pictures = [_given(picture, processor) for picture in (given if isinstance(given, (list, tuple)) else [given])]
     for name in prompt:
         if name not in ("prompt", "prompt_token_ids", "multi_modal_data") and prompt[name] is not None:
             raise ValueError(f"prompt: {name!r} is not served beside multi_modal_data; leave it out")
     if (ids := prompt.get("prompt_token_ids")) is not None:
         return _of_ids(np.asarray(ids, dtype=np.int64), pictures, processor, image_token)
-    text = prompt.get("prompt")
-    return _asked(
-        processor, text=[text], images=pictures, return_tensors="pt", **_without_a_second_beginning(text, processor)
-    )
+    return inputs_of_text(prompt.get("prompt"), pictures, processor)
+
+
+def inputs_of_text(text: Any, images: Sequence[Any], processor: Any) -> Mapping[str, Any]:
+    """Return what the processor makes of a text with images as it is given them; raises as ``_asked``."""
+    options = _without_a_second_beginning(text, processor)
+    return _asked(processor, text=[text], images=list(images), return_tensors="pt", **options)
 
 
 def _without_a_second_beginning(text: Any, processor: Any) -> dict[str, Any]:
@@ -130,9 +143,11 @@ def _of_ids(ids: NDArray[np.int64], pictures: Sequence[Any], processor: Any, ima
 
 
 def _asked(function: Any, *arguments: Any, **options: Any) -> Mapping[str, Any]:
-    """Return what the processor returns; ValueError says why it does not."""
+    """Return what the processor returns; ValueError says why it does not, UnreadError that an image cannot be had."""
     try:
         returned: Mapping[str, Any] = function(*arguments, **options)
+    except UnreadError:
+        raise
     except Exception as error:
         raise ValueError(f"prompt: the processor has failed: {described(error)}") from error
     return returned

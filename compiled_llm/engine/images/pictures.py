@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
-_ADDRESS = re.compile(r"data:|[a-zA-Z][a-zA-Z0-9+.-]+://")
-_MOST_PIXELS = 1 << 26
+_ADDRESS = re.compile(r"data:|[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+MOST_PIXELS = 1 << 26
 _MOST_BYTES = 1 << 26
 
 
+class UnreadError(Exception):
+    """An image that cannot be had while a processor reads it; its cause says why."""
+
+
 def opened(picture: Any) -> Image:
-    """Return a picture in RGB, turned as its camera says; ValueError if it is none, too large or damaged.
+    """Return a picture as ``coloured``, turned as its camera says; ValueError if it is none, too large or damaged.
 
     Args:
         picture: an ``Image`` of Pillow's, a path, or the bytes of a file: PNG, JPEG or WebP.
@@ -35,12 +39,37 @@ def opened(picture: Any) -> Image:
         if image is None:
             image = Image.open(_file(picture), formats=_FORMATS)
         _check(image)
-        turned = ImageOps.exif_transpose(image)
-        return turned.convert("RGB")
+        return coloured(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as error:
         raise ValueError(f"prompt: a picture is none of {', '.join(_FORMATS)}; convert it first") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"prompt: a picture cannot be read ({error})") from error
+
+
+def coloured(image: Image) -> Image:
+    """Return an image in RGB; one that may be transparent in RGBA, which ``as_read_by`` is for."""
+    transparent = "A" in image.getbands() or image.info.get("transparency") is not None
+    return image.convert("RGBA" if transparent else "RGB")
+
+
+def as_read_by(image_processor: Any, image: Image) -> Image:
+    """Return an image as a processor is given it: one that reads RGB alone has what is transparent blended onto white.
+
+    Args:
+        image_processor: HuggingFace's, which blends by itself if it converts to RGB, as its version does.
+        image: in RGB or RGBA.
+    """
+    if image.mode == "RGB" or getattr(image_processor, "do_convert_rgb", None):
+        return image
+    from PIL import Image
+
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def has_further_frames(image: Image) -> bool:
+    """Whether an image is animated; the further images in a camera's JPEG, such as its preview, are no frames."""
+    return image.format != "MPO" and getattr(image, "n_frames", 1) > 1
 
 
 def _file(picture: Any) -> Any:
@@ -66,9 +95,10 @@ def _check_bytes(count: int) -> None:
 
 def _check(image: Image) -> None:
     width, height = image.size
-    if width * height > _MOST_PIXELS:
+    if width * height > MOST_PIXELS:
         raise ValueError(
-            f"prompt: a picture has {width} x {height} pixels, and at most {_MOST_PIXELS} are decoded; make it smaller"
+            f"prompt: a picture has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded; make it smaller"
         )
-    if (frames := getattr(image, "n_frames", 1)) > 1:
+    if has_further_frames(image):
+        frames = getattr(image, "n_frames", 1)
         raise ValueError(f"prompt: a picture has {frames} frames, and animations are not served; give one of them")

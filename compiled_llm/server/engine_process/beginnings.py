@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from compiled_llm.protocol.messages import Refused, Submit
+from compiled_llm.engine.apart.unwanted import UnwantedError
+from compiled_llm.protocol.messages import Ended, Refused, StepUpdates, Submit, Summary, Update
+from compiled_llm.server.http.memory import MEMORY
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.server.engine_process.stream import Stream
 
 _LONG = frozenset(("structured_outputs", "bad_words", "allowed_token_ids"))
 """Settings that are read for as long as their text is."""
-_OF_PICTURES = ThreadPoolExecutor(4, "compiled_llm pictures")
-"""So many requests with pictures begin at once: decoding takes memory, and others need threads meanwhile."""
+_OF_PICTURES = ThreadPoolExecutor(64, "compiled_llm pictures")
+"""Threads of requests with pictures, which mostly wait for the turn of one of them; others need threads meanwhile."""
 _LONG_PROMPT = 2**14  # tokens of a prompt that are looked at for milliseconds
 
 
 class Beginner(Protocol):
     """An engine process, as far as it begins requests."""
 
-    def begin(self, submit: Submit) -> Stream | Refused:
-        """Begin a request, in any thread."""
+    def begin(self, submit: Submit, wanted: Callable[[], bool]) -> Stream | Refused:
+        """Begin a request, in any thread; UnwantedError if it takes long, and is not ``wanted`` any more."""
         ...
 
 
@@ -33,10 +36,18 @@ def takes_long(submit: Submit) -> bool:
     return of_settings or len(submit.prompt) > _LONG_PROMPT or submit.pictured is not None
 
 
+def cancelled(submit: Submit) -> StepUpdates:
+    """Return the end of a request that was cancelled before it began."""
+    ended, count = Ended("cancelled"), submit.params.get("n", 1)
+    updates = [Update(submit.request, index, [], None, ended) for index in range(count)]
+    return StepUpdates(updates, [Summary(submit.request, 0, None, None, 0.0)])
+
+
 class Beginnings:
     """A connection's requests that are about to begin; its event loop alone uses this, and hears of those that have."""
 
-    def __init__(self, desk: Beginner, begun: Callable[[Submit, Stream | Refused], None]) -> None:
+    def __init__(self, desk: Beginner, begun: Callable[[Submit, Stream | Refused | None], None]) -> None:
+        """``begun`` hears of a request, and of None in its place if it was cancelled before it began."""
         self._desk = desk
         self._begun = begun
         self._tasks: dict[int, asyncio.Task[None]] = {}  # kept here: an event loop knows its tasks only weakly
@@ -53,15 +64,32 @@ class Beginnings:
         self._tasks[submit.request] = asyncio.create_task(self._begin(submit))
 
     async def _begin(self, submit: Submit) -> None:
+        indices = self._cancelled[submit.request]
         threads = None if submit.pictured is None else _OF_PICTURES
-        begun = await asyncio.get_running_loop().run_in_executor(threads, self._desk.begin, submit)
-        cancelled = self._cancelled.pop(submit.request)
-        del self._tasks[submit.request]
-        if not isinstance(begun, Refused):
-            for index in cancelled:
+        wanted = functools.partial(_is_whole, indices)
+        try:
+            begun = await asyncio.get_running_loop().run_in_executor(threads, self._desk.begin, submit, wanted)
+        except UnwantedError:
+            begun = None
+        finally:
+            if submit.pictured is not None:
+                MEMORY.give_back_soon()
+        del self._cancelled[submit.request], self._tasks[submit.request]
+        if begun is not None and not isinstance(begun, Refused):
+            for index in indices:
                 begun.handle.cancel(index)
         self._begun(submit, begun)
 
     def cancel(self, request: int, index: int | None = None) -> None:
         """End a request once it has begun, or the answer of one index."""
         self._cancelled[request].append(index)
+
+    def cancel_all(self) -> None:
+        """End all, since nobody waits for them any more."""
+        for request in self._tasks:
+            self.cancel(request)
+
+
+def _is_whole(cancelled: Sequence[int | None]) -> bool:
+    """Whether no more than some answers of a request were cancelled."""
+    return None not in cancelled

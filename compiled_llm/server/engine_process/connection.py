@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,7 +29,7 @@ from compiled_llm.protocol.messages import (
     Update,
 )
 from compiled_llm.server.defaults import MAX_UNSENT
-from compiled_llm.server.engine_process.beginnings import Beginnings, takes_long
+from compiled_llm.server.engine_process.beginnings import Beginnings, cancelled, takes_long
 from compiled_llm.server.engine_process.transport import Transport
 
 if TYPE_CHECKING:  # imports torch
@@ -49,7 +49,7 @@ class Desk(Protocol):
 
     def greeting(self) -> list[Struct]: ...
 
-    def begin(self, submit: Submit) -> Stream | Refused: ...
+    def begin(self, submit: Submit, wanted: Callable[[], bool] = ...) -> Stream | Refused: ...
 
     def stats(self, number: int) -> Struct: ...
 
@@ -141,6 +141,7 @@ class ClientConnection:
 
     def _end_requests(self) -> None:
         self._ended = True
+        self._beginnings.cancel_all()
         streams = self._streams()
         self.streams.clear()
         for stream in streams:
@@ -214,8 +215,10 @@ class ClientConnection:
         else:
             self._begun(submit, self._desk.begin(submit))
 
-    def _begun(self, submit: Submit, begun: Stream | Refused) -> None:
-        if isinstance(begun, Refused):
+    def _begun(self, submit: Submit, begun: Stream | Refused | None) -> None:
+        if begun is None:
+            self.send(cancelled(submit))
+        elif isinstance(begun, Refused):
             self.send(begun)
         elif self._ended:  # its client has left meanwhile
             begun.handle.cancel()

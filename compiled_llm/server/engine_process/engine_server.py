@@ -155,14 +155,14 @@ class EngineServer:
         leaving = [] if self.leaving is None else [Leaving(self.leaving)]
         return [welcome, self._ready or self.preparing, *leaving]
 
-    def begin(self, submit: Submit) -> Stream | Refused:
+    def begin(self, submit: Submit, wanted: Callable[[], bool] = lambda: True) -> Stream | Refused:
         if self._engine is None or self._ready is None or self.leaving is not None:
             return Refused(
                 submit.request, "unavailable", self.leaving or f"the engine process is not ready ({self.doing})"
             )
         from compiled_llm.server.engine_process.stream import Stream, begun  # with torch, which is there by now
 
-        stream = begun(self._engine, submit)
+        stream = begun(self._engine, submit, self._ready.max_tokens, wanted)
         if isinstance(stream, Stream):
             stream.handle.when_changed(self.wake)
         return stream

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled_llm.engine.answer import Answer
+from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import QueueFullError
@@ -43,10 +44,19 @@ _SCORES_AT_ONCE = 256  # tokens of a prompt whose log-probabilities are sent tog
 _BYTES_AT_ONCE = 2**20  # of what was emitted of an answer's tokens, at least one token's
 
 
-def begun(engine: Engine, submit: Submit) -> Stream | Refused:
-    """Submit a client's request, and return the stream of its tokens, or why it is refused."""
+def begun(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable[[], bool]) -> Stream | Refused:
+    """Submit a client's request, and return the stream of its tokens, or why it is refused.
+
+    Args:
+        max_tokens: that a request may have.
+
+    Raises:
+        UnwantedError: the request is not ``wanted`` any more.
+    """
     try:
-        return Stream(submit.request, _submitted(engine, submit), submit.pictured is not None)
+        return Stream(submit.request, _submitted(engine, submit, max_tokens, wanted), submit.pictured is not None)
+    except UnwantedError:
+        raise
     except QueueFullError as error:
         return Refused(submit.request, "full", str(error))
     except (TypeError, ValueError, GrammarsMissingError) as error:
@@ -58,25 +68,24 @@ def begun(engine: Engine, submit: Submit) -> Stream | Refused:
         return Refused(submit.request, "failed", _fault(error))
 
 
-def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
+def _submitted(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable[[], bool]) -> RequestHandle:
     params = _params(submit.params)
     if params.n > MAX_ANSWERS:
         raise ValueError(
             f"SamplingParams: n={params.n}: an engine process gives at most {MAX_ANSWERS} answers to a prompt"
         )
-    prompt: Any = submit.prompt
-    if submit.pictured is not None:
-        prompt = needed("images", "server").prompt_of(engine.processor, submit.pictured)
-    return engine.submit(
-        prompt,
-        params,
-        priority=submit.priority,
-        timeout=submit.timeout,
-        cache_salt=submit.cache_salt,
-        hidden_states=submit.hidden_states,
-        emitted=submit.emitted,
-        pooled=submit.pooled,
-    )
+    waiting: dict[str, Any] = {
+        "priority": submit.priority,
+        "timeout": submit.timeout,
+        "cache_salt": submit.cache_salt,
+        "hidden_states": submit.hidden_states,
+        "emitted": submit.emitted,
+        "pooled": submit.pooled,
+    }
+    if submit.pictured is None:
+        return engine.submit(submit.prompt, params, **waiting)
+    submitted: Callable[..., RequestHandle] = needed("images", "server").submitted
+    return submitted(engine, submit.pictured, params, max_tokens, wanted, **waiting)
 
 
 def _params(plain: dict[str, Any]) -> SamplingParams:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
+import threading
 from typing import Any
 
 _SECONDS = 0.5  # after a long piece of work, so that its memory is free by then; at most once in that time
@@ -14,11 +14,29 @@ class Memory:
 
     def __init__(self) -> None:
         self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._due = 0.0
+        self._lock = threading.Lock()
+        self._timed = self._again = False
 
     def give_back_soon(self) -> None:
         """Give back, in another thread, the memory that will be free soon."""
-        loop = asyncio.get_running_loop()
-        if self._trim is not None and loop.time() >= self._due:
-            self._due = loop.time() + _SECONDS
-            loop.call_later(_SECONDS, loop.run_in_executor, None, self._trim, 0)
+        with self._lock:
+            if self._timed:
+                self._again = True
+            elif self._trim is not None:
+                self._time()
+
+    def _time(self) -> None:
+        self._timed, self._again = True, False
+        timer = threading.Timer(_SECONDS, self._give_back)
+        timer.daemon = True
+        timer.start()
+
+    def _give_back(self) -> None:
+        self._trim(0)
+        with self._lock:
+            self._timed = False
+            if self._again:  # what has ended since may not have been free yet
+                self._time()
+
+
+MEMORY = Memory()

@@ -9,14 +9,13 @@ from typing import TypeVar
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from compiled_llm.server.http.memory import Memory
+from compiled_llm.server.http.memory import MEMORY
 
 T = TypeVar("T")
 
 _LONG = 20_000
 """Characters from which on a text is tokenized in another thread: other requests would wait for milliseconds."""
 _HUGE = 2**17  # characters from which on megabytes are left
-_memory = Memory()
 
 
 async def in_thread_if_long(function: Callable[[], T], characters: int) -> T:
@@ -27,7 +26,7 @@ async def in_thread_if_long(function: Callable[[], T], characters: int) -> T:
         return await asyncio.to_thread(function)
     finally:
         if characters >= _HUGE:
-            _memory.give_back_soon()
+            MEMORY.give_back_soon()
 
 
 async def written(made: Callable[[], BaseModel], characters: int) -> Response:

@@ -9,6 +9,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.apart.fork_server import ForkServer
+from compiled_llm.engine.images.pictures import coloured, has_further_frames
 from compiled_llm.server.images.messages import MAX_BYTES, Decode, Decoded
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -30,11 +31,11 @@ class Decoder(ForkServer[Decode]):
             if image.width * image.height > task.pixels:
                 size = f"{image.width:,} x {image.height:,} pixels"
                 return Failed("limit", f"it has {size}, and at most {task.pixels:,} are decoded")
-            if getattr(image, "n_frames", 1) > 1:
+            if has_further_frames(image):
                 return Failed("invalid", "it is animated, and animations are not served; give one of its frames")
             image.load()
-            turned = ImageOps.exif_transpose(image).convert("RGB")
-        return Decoded(turned.width, turned.height, turned.tobytes())
+            turned = coloured(ImageOps.exif_transpose(image))
+        return Decoded(turned.width, turned.height, "RGBA" if turned.mode == "RGBA" else "RGB", turned.tobytes())
 
     def said(self, error: Exception) -> str:
         if isinstance(error, UnidentifiedImageError):

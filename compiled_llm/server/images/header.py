@@ -22,6 +22,8 @@ _OTHERS = {
 _SIZES_OF_JPEG = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))
 """Markers of JPEG that begin no segment."""
+_MOST_MARKERS = 2**14
+"""Markers of JPEG, and bytes of padding, that are looked at: cameras write some hundreds at most."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -31,6 +33,10 @@ class Header(NamedTuple):
     format: str
     width: int
     height: int
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
 
 
 def header_of(file: bytes) -> Header:
@@ -61,7 +67,7 @@ def _png(file: bytes) -> Header:
 
 def _jpeg(file: bytes) -> Header:
     place = 2
-    while True:
+    for _ in range(_MOST_MARKERS):
         mark, kind = _piece(file, place, 2)
         if mark != 0xFF:
             raise ValueError("is a damaged JPEG")
@@ -76,6 +82,7 @@ def _jpeg(file: bytes) -> Header:
             raise ValueError("is a damaged JPEG: it has no size")
         else:
             place += 2 + max(2, int.from_bytes(_piece(file, place + 2, 2), "big"))
+    raise ValueError(f"is a damaged JPEG: it has no size within {_MOST_MARKERS:,} markers and bytes of padding")
 
 
 def _webp(file: bytes) -> Header:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from compiled_llm.engine.apart.exchange import Failed
 
-MAX_BYTES = 2**28
-"""Of a picture: its file, or three bytes for each pixel."""
+MAX_BYTES = 2**28 + 2**10
+"""Of a picture: its file, or four bytes for each pixel."""
 
 
 class Decode(Struct, tag="decode", frozen=True):
@@ -24,7 +26,8 @@ class Decoded(Struct, tag="decoded", frozen=True):
 
     width: int
     height: int
-    pixels: bytes  # ``[height, width, 3]`` of red, green and blue
+    mode: Literal["RGB", "RGBA"]  # with alpha if it may be transparent
+    pixels: bytes  # ``[height, width, 3]``, or 4, of red, green, blue and alpha
 
 
 FromWorker = Decoded | Failed

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.protocol.messages import Pictured, Ready
+from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.images.sources import GivenImage, files_of
 from compiled_llm.server.settings import ApiServerSettings
 
 if TYPE_CHECKING:
+    from compiled_llm.engine.engine import Engine
+    from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.server.images.processor import ServedProcessor
 
 
@@ -55,10 +58,30 @@ def reads_images(model: Any, processor: Any) -> bool:
     return isinstance(processor, ServedProcessor) and sees_images(model)
 
 
-def prompt_of(processor: Any, pictured: Pictured) -> dict[str, Any]:
-    """Return a prompt with pictures as engines take it; ValueError if one cannot be decoded."""
+def submitted(
+    engine: Engine,
+    pictured: Pictured,
+    params: SamplingParams,
+    max_tokens: int,
+    wanted: Callable[[], bool],
+    **waiting: Any,
+) -> RequestHandle:
+    """Submit a prompt with pictures once the processor has read them.
+
+    Args:
+        max_tokens: that a request may have.
+        waiting: further options of ``Engine.submit``.
+
+    Raises:
+        ValueError: one cannot be decoded, or is too large; or as ``Engine.submit``.
+        UnwantedError: they are not ``wanted`` any more.
+    """
     from compiled_llm.server.images.processor import ServedProcessor
 
+    processor = engine.processor
     if not isinstance(processor, ServedProcessor):
         raise ValueError("prompt: it has a picture, and the engine process has no processor of its model")
-    return processor.prompt(pictured)
+    inputs = processor.inputs(pictured, max_tokens - 1, wanted)  # a token is left for the answer
+    handle = engine.submit(inputs, params, **waiting)
+    processor.keep(handle, inputs)
+    return handle

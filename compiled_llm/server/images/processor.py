@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.protocol.messages import Pictured
 from compiled_llm.requests.users_code import described
-from compiled_llm.server.images.decoder_process import DecoderProcess
-from compiled_llm.server.images.messages import Decoded
 
-MAX_PIXELS = 2**26
-"""Of a picture, whatever a client says; what an engine decodes itself has as many."""
+if TYPE_CHECKING:  # imports Pillow
+    from compiled_llm.engine.thread.handle import RequestHandle
+    from compiled_llm.server.images.reader import ImageReader
 
 
 class ServedProcessor:
@@ -22,57 +22,40 @@ class ServedProcessor:
         """``load`` returns the processor; it runs once, in the thread of the first picture."""
         self._load = load
         self._lock = threading.Lock()
-        self._processor: Any = None
-        self._process: DecoderProcess | None = None
+        self._reader: ImageReader | None = None
 
-    def _loaded(self) -> Any:
+    def _loaded(self) -> ImageReader:
         with self._lock:
-            if self._processor is None:
-                self._processor = self._read()
-            return self._processor
+            if self._reader is None:
+                self._reader = self._read()
+            return self._reader
 
-    def _read(self) -> Any:
+    def _read(self) -> ImageReader:
+        from compiled_llm.server.images.reader import ImageReader
+
         try:
-            return self._load()
+            return ImageReader(self._load())
         except Exception as error:  # a package that it needs is missing, or a file is damaged
             raise RuntimeError(f"prompt: the model's processor cannot be loaded: {described(error)}") from error
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._loaded()(*arguments, **options)
+        return self._loaded().processor(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._loaded(), name)
+        return getattr(self._loaded().processor, name)
 
-    def prompt(self, pictured: Pictured) -> dict[str, Any]:
-        """Return a text with pictures as engines take it; ValueError if one cannot be decoded, or is too many."""
-        place = getattr(self._loaded(), "image_token", None)
-        places = 0 if place is None else pictured.text.count(place)
-        if places not in (0, len(pictured.images)):
-            raise ValueError(
-                f"prompt: the chat has {places} places of pictures, {place}, for {len(pictured.images)}; texts must "
-                "not have this token"
-            )
-        pixels = min(pictured.max_pixels, MAX_PIXELS)
-        images = [self._decoded(number, file, pixels) for number, file in enumerate(pictured.images)]
-        return {"prompt": pictured.text, "multi_modal_data": {"image": images}}
+    def inputs(self, pictured: Pictured, max_tokens: int, wanted: Callable[[], bool]) -> Mapping[str, Any]:
+        """Return what the processor makes of a text with pictures; raises as ``ImageReader.inputs``."""
+        if not wanted():
+            raise UnwantedError
+        return self._loaded().inputs(pictured, max_tokens, wanted)
 
-    def _decoded(self, number: int, file: bytes, pixels: int) -> Any:
-        from PIL import Image
-
-        found = self._decoder().decoded(file, pixels)
-        if not isinstance(found, Decoded):
-            error = RuntimeError if found.kind == "lost" else ValueError
-            raise error(f"images[{number}]: cannot be decoded: {found.message}")
-        return Image.frombuffer("RGB", (found.width, found.height), found.pixels, "raw", "RGB", 0, 1)
-
-    def _decoder(self) -> DecoderProcess:
-        with self._lock:
-            if self._process is None:
-                self._process = DecoderProcess()
-            return self._process
+    def keep(self, handle: RequestHandle, inputs: Mapping[str, Any]) -> None:
+        """Count what a request keeps of its pictures until it has ended."""
+        self._loaded().keep(handle, inputs)
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
+        if self._reader is not None:
+            self._reader.close()

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from compiled_llm.server.defaults import MAX_REQUEST_PIXELS
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.http.worker_thread import in_thread_if_long
-from compiled_llm.server.images.header import FORMATS, header_of
+from compiled_llm.server.images.header import FORMATS, Header, header_of
 from compiled_llm.server.settings import ApiServerSettings
 
-_DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,", re.ASCII)
+_DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,", re.ASCII | re.IGNORECASE)
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
 _FETCHING = ThreadPoolExecutor(16, "compiled_llm fetching")  # which waits; long texts need threads meanwhile
 _SECONDS = 10.0  # that all of fetching one picture may take
@@ -37,12 +38,19 @@ async def files_of(given: Sequence[GivenImage], settings: ApiServerSettings) -> 
     """Return the files of a request's pictures, of which headers alone were read.
 
     Raises:
-        ApiError: one is too large, not allowed, cannot be had, or is no picture.
+        ApiError: one is too large, not allowed, cannot be had, or is no picture, or all together have too many pixels.
     """
-    return list(await asyncio.gather(*(_file(image, settings) for image in given)))
+    files = await asyncio.gather(*(_file(image, settings) for image in given))
+    pixels = 0
+    for image, (_, header) in zip(given, files, strict=True):
+        pixels += header.pixels
+        if pixels > MAX_REQUEST_PIXELS:
+            why = f"the request's images up to this one have {pixels:,} pixels, and at most {MAX_REQUEST_PIXELS:,} are "
+            raise _too_large(image, f"{why}decoded; make them smaller")
+    return [file for file, _ in files]
 
 
-async def _file(image: GivenImage, settings: ApiServerSettings) -> bytes:
+async def _file(image: GivenImage, settings: ApiServerSettings) -> tuple[bytes, Header]:
     scheme = image.url[:6].lower().partition(":")[0]
     if scheme == "data":
         file = await in_thread_if_long(lambda: _data(image, settings.max_image_bytes), len(image.url))
@@ -54,18 +62,19 @@ async def _file(image: GivenImage, settings: ApiServerSettings) -> bytes:
         file = await asyncio.get_running_loop().run_in_executor(_FETCHING, _fetched, image, settings)
     else:
         raise invalid(f"{image.path}: give data:image/png;base64,... or an address", image.path)
-    await in_thread_if_long(lambda: _check(image, file, settings.max_image_pixels), len(file))
-    return file
+    return file, await in_thread_if_long(lambda: _checked(image, file, settings.max_image_pixels), len(file))
 
 
-def _check(image: GivenImage, file: bytes, most: int) -> None:
+def _checked(image: GivenImage, file: bytes, most: int) -> Header:
+    """Return the header of a file; ApiError if it is of no image that is decoded."""
     try:
         header = header_of(file)
     except ValueError as error:
         raise invalid(f"{image.path}: {error}", image.path) from None
-    if header.width * header.height > most:
+    if header.pixels > most:
         size = f"{header.width:,} x {header.height:,} pixels"
         raise _too_large(image, f"has {size}, and at most {most:,} are decoded; make it smaller")
+    return header
 
 
 def _too_large(image: GivenImage, why: str) -> ApiError:

@@ -15,16 +15,17 @@ from compiled_llm.engine.engine import Engine
 from support.huggingface.word_processor import as_file, painted, qwen_processor
 from support.images import seeing
 from support.parity import assert_account_is_empty
-from support.server.engine_processes import engine_in_thread
+from support.server.engine_processes import Loop, engine_in_thread
 from support.server.running_servers import RunningServer, running_server
 
 
 class Seeing(NamedTuple):
-    """An engine, the API server of its process, and a folder whose files may be asked for."""
+    """An engine, the API server of its process, a folder whose files may be asked for, and the engine process."""
 
     engine: Engine
     server: RunningServer
     media: Path
+    loop: Loop
 
 
 @pytest.fixture(scope="package")
@@ -55,7 +56,7 @@ def seen() -> Iterator[Seeing]:
             engine_in_thread(engine, folder / "socket", folder / "tokenizer") as loop,
             running_server(loop.server._path, **options) as server,
         ):
-            yield Seeing(engine, server, media)
+            yield Seeing(engine, server, media, loop)
         served.close()
     assert_account_is_empty(model)
     torch.set_num_threads(threads)

@@ -42,6 +42,12 @@ def larger_than_it_says() -> bytes:
     return file[: start + length] + bytes(second) + file[start + length :]
 
 
+def padded(piece: bytes) -> bytes:
+    """A JPEG whose size comes after half a megabyte of pieces."""
+    file = as_file(painted(1), "JPEG")
+    return file[:2] + piece * (2**19 // len(piece)) + file[2:]
+
+
 def text_bomb() -> bytes:
     """A PNG with a text that is a thousand times longer than its file."""
     import zlib
@@ -75,6 +81,8 @@ KINDS: dict[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "a JPEG cut in its header": (file(as_file(painted(1), "JPEG")[:30]), 400, URL, "cut"),
     "a JPEG cut in its pixels": (file(as_file(painted(1, 200, 200), "JPEG")[:9000]), 400, URL, "damaged"),
     "a JPEG without a size": (file(b"\xff\xd8\xff\xda\0\2" + bytes(99)), 400, URL, "damaged"),
+    "a JPEG of padding": (file(padded(b"\xff")), 400, URL, "padding"),
+    "a JPEG of empty segments": (file(padded(b"\xff\xfe\0\2")), 400, URL, "markers"),
     "a JPEG of two sizes": (file(larger_than_it_says()), 400, URL, ""),
     "a WebP cut": (file(as_file(painted(1), "WEBP")[:60], "image/webp"), 400, URL, "damaged"),
     "a GIF cut": (file(as_file(painted(1), "GIF")[:12], "image/gif"), 400, URL, "damaged"),
@@ -92,6 +100,10 @@ KINDS: dict[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "10^9 pixels as JPEG": (file(b"\xff\xd8\xff\xc0\0\x11\x08\xff\xff\xff\xff" + bytes(9)), 413, URL, "65,535"),
     "10^8 pixels as WebP": (file(VP8X + bytes(9)), 413, URL, "16,384"),
     "10^9 pixels as GIF": (file(b"GIF89a\xff\xff\xff\xff" + bytes(9)), 413, URL, "65,535"),
+    "images of too many pixels together": (
+        lambda media: shown(*[data_url(png(8192, 4096))] * 9),
+        *(413, "messages[0].content[8].image_url.url", "up to this one have 301,989,888 pixels"),
+    ),
     "a file of too many bytes": (file(RED + bytes(2**21)), 413, URL, "bytes"),
     "data that is no base64": (at("data:image/png;base64,?#~"), 400, URL, "base64"),
     "data without base64": (at("data:image/png,abc"), 400, URL, "base64"),

@@ -6,12 +6,15 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+import torch
 from PIL import Image
 
+from compiled_llm.protocol.messages import Pictured
 from support.engine.tiny_engines import PATIENCE, greedy
-from support.huggingface.word_processor import as_file, painted
+from support.huggingface.word_processor import as_file, painted, qwen_processor
 from support.server.pictures import data_url, shown
 
 TOKENS = 6
@@ -103,6 +106,45 @@ def test_a_camera_s_turn_is_followed(seen, client):
     file = as_file(picture, "PNG", exif=exif)
     same = expected(seen, shown("x"), picture.rotate(-90, expand=True))
     assert asked(client, shown(data_url(file))).choices[0].message.content == same.text
+
+
+def test_a_camera_s_file_with_a_second_image_is_taken_by_its_first(seen, client):
+    file = as_file(painted(12), "MPO", save_all=True, append_images=[painted(13)])
+    same = expected(seen, shown("x"), Image.open(io.BytesIO(file)).convert("RGB"))
+    assert asked(client, shown(data_url(file, "image/jpeg"))).choices[0].message.content == same.text
+
+
+def test_data_is_known_in_any_case(seen, client):
+    url = data_url(as_file(painted(14)))
+    loud = url.replace("data:image/png;base64", "DATA:Image/PNG;Base64")
+    answers = [asked(client, shown(each)).choices[0].message.content for each in (url, loud)]
+    assert answers[0] == answers[1]
+
+
+def clear(mode: str) -> Image.Image:
+    image = painted(15, 40, 24).convert(mode)
+    image.putalpha(Image.fromarray(np.resize(np.array([0, 120, 255], np.uint8), (24, 40))))
+    return image
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        as_file(clear("RGBA")),
+        as_file(clear("LA")),
+        as_file(clear("RGBA"), "WEBP", lossless=True),
+        as_file(painted(16, 40, 24).quantize(16), transparency=3),
+        as_file(Image.new("RGB", (24, 16), (9, 9, 9)), transparency=(9, 9, 9)),
+        as_file(painted(16, 40, 24).quantize(16), "GIF", transparency=3),
+    ],
+    ids=["RGBA", "LA", "WebP", "palette", "RGB with a colour", "GIF"],
+)
+def test_what_is_transparent_has_huggingface_s_pixels(seen, file):
+    text = "w5 <|vision_start|><|image_pad|><|vision_end|> w6"
+    theirs = qwen_processor()(text=[text], images=[Image.open(io.BytesIO(file))], return_tensors="pt")
+    ours = seen.engine.processor.inputs(Pictured(text, [file]), 99, lambda: True)
+    assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
+    assert torch.equal(ours["input_ids"], theirs["input_ids"])
 
 
 def test_what_comes_again_is_counted(seen, client):

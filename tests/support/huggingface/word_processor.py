@@ -51,6 +51,11 @@ def qwen_processor() -> Any:
     return WithoutVideos(image_processor=images, tokenizer=tokenizer, chat_template=_CHAT)
 
 
+def image_processor(name: str, **options: Any) -> Any:
+    """The image processor of a family, with its own settings but for some, which needs no torchvision."""
+    return getattr(transformers, f"{name}ImageProcessorPil", getattr(transformers, f"{name}ImageProcessor"))(**options)
+
+
 def painted(seed: int, width: int = 24, height: int = 16) -> Image.Image:
     """A picture of random colours."""
     colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
