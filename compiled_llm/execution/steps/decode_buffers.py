@@ -150,11 +150,12 @@ class DecodeBuffers:
     def of_padding(self, step: StepKey) -> DecodeInputs:
         """Return what the program of a step reads, with rows of padding in place of those that are in the buffers."""
         slots = self._state.slots
-        numbers, lengths = slots.of([], step.rows), np.full(step.rows, step.new_tokens_per_row, dtype=np.int32)
-        starts = (numbers * slots.pages_each).astype(np.int32)
-        own = self._state.staging.to_device([numbers, np.zeros_like(numbers), lengths, starts])
+        numbers, new = slots.of([], step.rows), np.full(step.rows, step.new_tokens_per_row, dtype=np.int32)
+        first_pages = (numbers * slots.pages_each).astype(np.int32)
+        own = self._state.staging.to_device([numbers, np.zeros_like(numbers), new, first_pages])
         mark_columns(own, step.rows)
-        return self.of(step)._replace(**dict(zip(_OF_ROWS, own, strict=True)))
+        numbers_there, positions, lengths, starts = own
+        return self.of(step)._replace(slots=numbers_there, positions=positions, lengths=lengths, starts=starts)
 
     def _view(self, step: StepKey) -> DecodeInputs:
         """Return the views for a bucket; batch 1 is compiled with its size built in."""
