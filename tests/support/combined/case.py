@@ -48,6 +48,7 @@ class Cases:
         playing.play()
         self.played += 1
         self.answers += playing.answers
+        self.refused += playing.refused
         assert not playing.faults, "\n\n".join([said, *playing.faults])
 
     def _subject_of(self, number: int) -> Subject:

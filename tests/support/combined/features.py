@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from random import Random
 
@@ -27,10 +28,16 @@ def _by_grammar() -> LogitsProcessor:
     return processor
 
 
+def bias(asked: Asked, biases: Mapping[int, float]) -> None:
+    """Add numbers to the logits of some tokens."""
+    asked.params["logit_bias"] = {**asked.params.get("logit_bias", {}), **biases}
+    asked.processors.append(partial(_Biased, biases))
+
+
 class _Biased(LogitsProcessor):
     """Adds numbers to some tokens' logits."""
 
-    def __init__(self, biases: dict[int, float]) -> None:
+    def __init__(self, biases: Mapping[int, float]) -> None:
         self._biases = biases
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
@@ -62,8 +69,7 @@ def _penalties(asked: Asked, chance: Random) -> None:
         asked.processors.append(partial(OfTheAnswer, 1.5, 0.9))
     else:
         biases = {chance.randrange(3, 100): chance.choice((-100.0, 1.0, 3.0)) for _ in range(4)}
-        asked.params["logit_bias"] = biases
-        asked.processors.append(partial(_Biased, biases))
+        bias(asked, biases)
 
 
 def _logprobs(asked: Asked, chance: Random) -> None:
@@ -108,7 +114,7 @@ FEATURES = [
     Feature("grammars", "structured_outputs", asks=_grammar),
     Feature("seeds", asks=_seed),
     Feature("penalties", asks=_penalties),
-    Feature("log-probabilities", asks=_logprobs),
+    Feature("log-probabilities", "prompt_logprobs", asks=_logprobs),
     Feature(
         "processed log-probabilities",
         engine={"logprobs_mode": "processed_logprobs"},

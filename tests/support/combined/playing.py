@@ -19,9 +19,9 @@ from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from support.combined.asked import Asked
 from support.combined.feature import Feature
-from support.combined.features import FEW_PAGES
+from support.combined.features import FEW_PAGES, bias
 from support.combined.judge import Judge
-from support.combined.subjects import FAMILY, LARGER, TINY, Sizes, Three, three_of
+from support.combined.subjects import FAMILY, LARGER, SPECIAL, TINY, Sizes, Three, three_of
 from support.engine.text_tokenizers import byte_level
 from support.images import Picture, prompt_of
 from support.parity import assert_account_is_empty
@@ -70,12 +70,13 @@ class Subject:
 
 @contextmanager
 def refusals(features: Sequence[Feature]) -> Iterator[None]:
-    """Take a ValueError whose words begin with an option of these for a refusal of them together."""
+    """Take an error whose words begin with an option of these for a refusal of them together."""
     try:
         yield
     except ValueError as error:
-        if any(own.option and str(error).startswith(own.option) for own in features):
-            raise RefusedError(str(error)) from error
+        said = str(error).removeprefix("wrap: ")
+        if any(own.option and said.startswith(own.option) for own in features):
+            raise RefusedError(said) from error
         raise
 
 
@@ -84,7 +85,7 @@ class Playing:
 
     Attributes:
         faults: what is wrong, in words.
-        answers: how many were judged.
+        answers: how many were judged; ``refused``, how many requests were refused.
     """
 
     def __init__(self, subject: Subject, features: Sequence[Feature], seed: int) -> None:
@@ -93,7 +94,7 @@ class Playing:
         self._options = {key: value for own in features for key, value in own.engine.items()}
         self._texts: list[list[int]] = []
         self.faults: list[str] = []
-        self.answers = 0
+        self.answers = self.refused = 0
         with refusals(features):
             self.engine = self._engine(subject.three.own, max_num_seqs=ROWS, **self._options)
 
@@ -135,9 +136,7 @@ class Playing:
     # ---- a turn
 
     def _turn(self) -> None:
-        asked = self._requests()
-        with refusals(self._features):
-            handles = [own.prepared(self.engine) for own in asked]
+        asked, handles = zip(*self._prepared(self._requests()), strict=True)
         first, waiting = handles[0], list(zip(asked, handles, strict=True))[1:]
         leaving = [(own.cancelled, handle) for own, handle in waiting if own.cancelled is not None]
 
@@ -155,7 +154,19 @@ class Playing:
         outputs = [handle.result(PATIENCE) for handle in handles]
         for own, output in zip(asked, outputs, strict=True):
             self._judge(own, output)
-        self._texts = [own.ids + output.token_ids for own, output in zip(asked, outputs, strict=True)]
+        both = zip(asked, outputs, strict=True)
+        self._texts = [own.ids + list(output.token_ids) for own, output in both if own.inputs is None]
+
+    def _prepared(self, requests: Sequence[Asked]) -> Iterator[tuple[Asked, RequestHandle]]:
+        """Yield requests with their handles, without those that are refused."""
+        for asked in requests:
+            try:
+                with refusals(self._features):
+                    handle = asked.prepared(self.engine)
+            except RefusedError:
+                self.refused += 1
+            else:
+                yield asked, handle
 
     def _act_amid(self, first: RequestHandle) -> None:
         for feature in self._features:
@@ -175,6 +186,8 @@ class Playing:
                 own.cancelled = own.begins + draw.randint(0, 6)
             found.append(own)
         for own in found:
+            if self._subject.name == "images":
+                bias(own, dict.fromkeys(SPECIAL, -100.0))
             for feature in self._features:
                 if feature.asks is not None and draw.random() < 0.7:
                     feature.asks(own, draw)
@@ -190,10 +203,7 @@ class Playing:
             return Asked(inputs["input_ids"][0].tolist(), tokens, inputs=inputs)
         if self._texts and draw.random() < 0.5:
             text = draw.choice(self._texts)
-            if max(text) < 100 or self._subject.name != "images":
-                return Asked(
-                    [*text[: draw.randint(len(text) // 2, len(text))], *draw.choices(range(3, 100), k=3)], tokens
-                )
+            return Asked([*text[: draw.randint(len(text) // 2, len(text))], *draw.choices(range(3, 100), k=3)], tokens)
         if draw.random() < 0.5:
             return Asked((draw.choices(range(3, 100), k=draw.randint(2, 5)) * length)[:length], tokens)
         return Asked(draw.choices(range(3, 100), k=length), tokens)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from support.engine.sampling_settings import VOCABULARY
 from support.execution.twins import SMALL, in_float32, random_model
@@ -17,7 +18,7 @@ from support.huggingface.recurrent_families import RECURRENT, SMALL as SMALL_REC
 from support.huggingface.vision import make
 from support.huggingface.vision_gpu import of_family
 from support.latent_models import WITHOUT_EXPERTS, latent_model
-from support.packed_layers import bnb_nf4, packed_model, unpacked_model
+from support.packed_layers import BLOCK, bnb_nf4, packed_model, unpacked_model
 from support.tiny_models import tiny_qwen3
 
 FAMILY = "Qwen3VL"
@@ -46,6 +47,15 @@ ON_GPU: dict[str, Callable[[int], Any]] = {
     ),
     "images": lambda seed: of_family(FAMILY, seed).to("cuda", torch.bfloat16),
 }
+
+
+SPECIAL = range(120, 130)
+"""Tokens that stand for pictures, which no answer may have."""
+
+
+def _nf4(linear: nn.Linear) -> nn.Module:
+    """Pack a layer, if its rows are whole blocks."""
+    return linear if linear.in_features % BLOCK else bnb_nf4(linear)
 
 
 def _qwen3(seed: int, **overrides: Any) -> Any:
@@ -83,7 +93,7 @@ def three_of(subject: str, weights: str, seed: int, gpu: bool) -> Three:
         torch.manual_seed(seed)
         with torch.device("cuda" if gpu else "cpu"):
             if weights == "packed":
-                own = packed_model(plain, bnb_nf4)
+                own = packed_model(plain, _nf4)
                 values = unpacked_model(own)
                 return Three(own, in_float32(values), values.to(torch.bfloat16) if gpu else values)
             if weights == "adapters":
