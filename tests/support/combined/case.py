@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from support.combined.feature import Feature
@@ -19,7 +20,8 @@ class Cases:
     """The cases of seeds that rise; each is a model with features, and an engine with more of them.
 
     Attributes:
-        played, refused, answers: how many there were.
+        played, refused, answers: how many engines, combinations and requests, and answers there were.
+        happened: in how many engines what features are about has happened.
     """
 
     gpu: bool
@@ -27,6 +29,7 @@ class Cases:
     played: int = 0
     refused: int = 0
     answers: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
     _number: int = -1
     _subject: Subject | None = None
     _of_model: Sequence[Feature] = ()
@@ -49,6 +52,7 @@ class Cases:
         self.played += 1
         self.answers += playing.answers
         self.refused += playing.refused
+        self.happened.update(playing.happened)
         assert not playing.faults, "\n\n".join([said, *playing.faults])
 
     def _subject_of(self, number: int) -> Subject:
@@ -69,4 +73,5 @@ class Cases:
         return self._subject
 
     def __str__(self) -> str:
-        return f"{self.played} engines, {self.answers} answers, {self.refused} combinations refused"
+        happened = ", ".join(f"{name} in {count}" for name, count in sorted(self.happened.items()))
+        return f"{self.played} engines, {self.answers} answers, {self.refused} refused; {happened}"

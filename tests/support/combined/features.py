@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from random import Random
 
 import xgrammar
@@ -18,13 +18,18 @@ from support.engine.sampling_settings import REGEX, VOCABULARY, OfTheAnswer
 from support.engine.text_tokenizers import byte_level
 
 END = 1
-FEW_PAGES = "few"
-"""Stands for memory that is too small for all requests at once."""
+FEW, COMPILED = "few", "compiled"
+"""Stand for fewer tokens than requests have, and for a mode that compiles."""
+
+
+@cache
+def _compiled() -> xgrammar.CompiledGrammar:
+    tokens = xgrammar.TokenizerInfo.from_huggingface(byte_level(), vocab_size=VOCABULARY, stop_token_ids=[END])
+    return xgrammar.GrammarCompiler(tokens).compile_regex(REGEX)
 
 
 def _by_grammar() -> LogitsProcessor:
-    tokens = xgrammar.TokenizerInfo.from_huggingface(byte_level(), vocab_size=VOCABULARY, stop_token_ids=[END])
-    processor: LogitsProcessor = hf.LogitsProcessor(xgrammar.GrammarCompiler(tokens).compile_regex(REGEX))
+    processor: LogitsProcessor = hf.LogitsProcessor(_compiled())
     return processor
 
 
@@ -100,9 +105,9 @@ FEATURES = [
     Feature("packed weights", weights="packed", wrap={"packed": True}, answers=frozenset({"packed"})),
     Feature("fp8 pages", "kv_dtype", wrap={"kv_dtype": "fp8_e4m3"}, answers=frozenset({"kv_dtype"})),
     Feature("cascade", "cascade", wrap={"cascade": True}, asks=_shared),
-    Feature("batch_invariant", "batch_invariant", wrap={"batch_invariant": True}),
-    Feature("chunked prompts", wrap={"prefill_tokens": 16}),
-    Feature("preemption", wrap={"kv_memory": FEW_PAGES}, engine={"admission": "greedy"}),
+    Feature("batch_invariant", "batch_invariant", wrap={"batch_invariant": True, "mode": COMPILED}),
+    Feature("chunked prompts", wrap={"prefill_tokens": FEW}),
+    Feature("preemption", wrap={"kv_memory": FEW}, engine={"admission": "greedy"}),
     Feature("mixed", "mixed", engine={"mixed": True}),
     Feature(
         "drafts",

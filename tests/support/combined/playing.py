@@ -19,14 +19,14 @@ from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from support.combined.asked import Asked
 from support.combined.feature import Feature
-from support.combined.features import FEW_PAGES, bias
+from support.combined.features import COMPILED, FEW, bias
 from support.combined.judge import Judge
 from support.combined.subjects import FAMILY, LARGER, SPECIAL, TINY, Sizes, Three, three_of
 from support.engine.text_tokenizers import byte_level
 from support.images import Picture, prompt_of
 from support.parity import assert_account_is_empty
 
-PATIENCE = 120.0
+PATIENCE = 600.0
 ROWS = 4
 TURNS = 2
 
@@ -52,16 +52,27 @@ class Subject:
         weights, sizes, draw = "".join(feature.weights for feature in features), LARGER if gpu else TINY, Random(seed)
         three = three_of(name, weights, seed, gpu)
         base = None if gpu else three_of(name, weights, seed, gpu).own
-        options: dict[str, Any] = {key: value for own in features for key, value in own.wrap.items()}
         kept = {key: value for own in features for key, value in own.wrap.items() if key in own.answers}
-        mode = "eager" if not gpu or draw.random() < 0.2 else "cuda-graphs"
-        usual = {"page_size": sizes.page_size, "max_batch_size": ROWS, "progress": False, "mode": mode}
-        options["kv_memory"] = f"{sizes.few if options.get('kv_memory') == FEW_PAGES else sizes.many} tokens"
+        usual = {
+            "page_size": sizes.page_size,
+            "max_batch_size": ROWS,
+            "progress": False,
+            "kv_memory": f"{sizes.pages[1]} tokens",
+            "prefill_tokens": sizes.chunks[1],
+        }
+        compiled = "cuda-graphs" if gpu else "compile"
+        standing = {
+            ("kv_memory", FEW): f"{sizes.pages[0]} tokens",
+            ("prefill_tokens", FEW): sizes.chunks[0],
+            ("mode", COMPILED): compiled,
+        }
+        own = {key: standing.get((key, value), value) for each in features for key, value in each.wrap.items()}
+        mode = compiled if gpu and draw.random() < 0.8 else "eager"
         with refusals(features):
-            compiled_llm.wrap(three.own, **{**usual, "check_pages": "raise", **options})
+            compiled_llm.wrap(three.own, **{**usual, "mode": mode, "check_pages": "raise", **own})
         if base is not None:
-            compiled_llm.wrap(base, **usual, kv_memory=f"{sizes.many} tokens", **kept)
-        return cls(name, three, base, Judge(three.exact, three.bare, "kv_dtype" in options), sizes, gpu)
+            compiled_llm.wrap(base, **usual, mode="eager", **kept)
+        return cls(name, three, base, Judge(three.exact, three.bare, "kv_dtype" in own), sizes, gpu)
 
     @property
     def copies(self) -> list[Any]:
@@ -86,6 +97,7 @@ class Playing:
     Attributes:
         faults: what is wrong, in words.
         answers: how many were judged; ``refused``, how many requests were refused.
+        happened: what its steps have done, in words.
     """
 
     def __init__(self, subject: Subject, features: Sequence[Feature], seed: int) -> None:
@@ -95,6 +107,7 @@ class Playing:
         self._texts: list[list[int]] = []
         self.faults: list[str] = []
         self.answers = self.refused = 0
+        self.happened: Sequence[str] = ()
         with refusals(features):
             self.engine = self._engine(subject.three.own, max_num_seqs=ROWS, **self._options)
 
@@ -106,11 +119,14 @@ class Playing:
         before = [{name: own.detach().clone() for name, own in _norms(model)} for model in self._subject.copies]
         try:
             with self.engine:
+                if self._subject.gpu:
+                    self.engine.warmup()
                 for _ in range(TURNS):
                     self._turn()
                     for feature in self._features:
                         if feature.between is not None:
                             feature.between(self)
+                self.happened = happened(self.engine)
             assert_account_is_empty(self._subject.three.own)
         finally:
             for model, norms in zip(self._subject.copies, before, strict=True):
@@ -202,7 +218,7 @@ class Playing:
             inputs = prompt_of(FAMILY, *words[:at], Picture(draw.randrange(3), wide=draw.random() < 0.5), *words[at:])
             return Asked(inputs["input_ids"][0].tolist(), tokens, inputs=inputs)
         if self._texts and draw.random() < 0.5:
-            text = draw.choice(self._texts)
+            text = draw.choice(self._texts)[: self._subject.sizes.prompts[1]]
             return Asked([*text[: draw.randint(len(text) // 2, len(text))], *draw.choices(range(3, 100), k=3)], tokens)
         if draw.random() < 0.5:
             return Asked((draw.choices(range(3, 100), k=draw.randint(2, 5)) * length)[:length], tokens)
@@ -243,6 +259,20 @@ def _apart(ours: Completion, theirs: Completion) -> float:
             off, *(abs(own[token].logprob - other[token].logprob) for token in own if math.isfinite(own[token].logprob))
         )
     return off
+
+
+def happened(engine: Engine) -> list[str]:
+    """Return what has happened in an engine, of that which features are about."""
+    stats, model = engine.stats(), engine.model.compiled.stats()
+    times = {
+        "mixed steps": stats.mixed_steps,
+        "preemptions": stats.preemptions,
+        "prefix hits": stats.cached_tokens,
+        "drafts right": stats.drafts and stats.drafts.accepted_tokens,
+        "drafts wrong": stats.drafts and stats.drafts.draft_tokens - stats.drafts.accepted_tokens,
+        "cascade steps": model.cascade_steps,
+    }
+    return [name for name, count in times.items() if count]
 
 
 def _norms(model: Any) -> list[tuple[str, Parameter]]:

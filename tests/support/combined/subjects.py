@@ -70,12 +70,12 @@ class Sizes:
     prompts: tuple[int, int]
     first: int  # tokens of the first answer, beside which others come
     others: tuple[int, int]
-    few: int  # tokens in pages, of which requests need more
-    many: int = 4000
+    pages: tuple[int, int]  # tokens in few pages, of which requests need more, and in many
+    chunks: tuple[int, int]  # tokens of few in a launch, of which prompts have more, and of many
 
 
-TINY = Sizes(4, (9, 40), 32, (4, 20), 140)
-LARGER = Sizes(16, (33, 140), 64, (8, 48), 512)
+TINY = Sizes(4, (9, 40), 32, (4, 20), (92, 4000), (16, 256))
+LARGER = Sizes(16, (33, 140), 64, (8, 48), (288, 8000), (64, 512))
 
 
 class Three(NamedTuple):
