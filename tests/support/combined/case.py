@@ -26,6 +26,7 @@ class Cases:
 
     gpu: bool
     on_a_model: int  # seeds next to each other that share one
+    compiles: bool = True  # whether features are drawn for which a CPU compiles, which takes seconds
     played: int = 0
     refused: int = 0
     answers: int = 0
@@ -55,13 +56,17 @@ class Cases:
         self.happened.update(playing.happened)
         assert not playing.faults, "\n\n".join([said, *playing.faults])
 
+    @property
+    def _drawn(self) -> Sequence[Feature]:
+        return [feature for feature in OF_MODEL if self.compiles or "mode" not in feature.wrap]
+
     def _subject_of(self, number: int) -> Subject:
         """Return the model of a group of cases, which is made once."""
         if number == self._number and self._subject is not None:
             return self._subject
         self._number, self._subject, draw = number, None, Random(number)
         while self._subject is None:
-            features = draw.sample(OF_MODEL, draw.choice((0, 1, 1, 2, 2)))
+            features = draw.sample(self._drawn, draw.choice((0, 1, 1, 2, 2)))
             names = {feature.subject for feature in features if feature.subject} or {"full attention"}
             if len(names) > 1 or len([feature for feature in features if feature.weights]) > 1:
                 continue

@@ -100,7 +100,7 @@ FEATURES = [
     Feature("windows", subject="windows"),
     Feature("latents", subject="latents"),
     Feature("recurrent", subject="recurrent"),
-    Feature("images", subject="images"),
+    Feature("images", "prompt: it has a picture", subject="images"),
     Feature("adapters", weights="adapters"),
     Feature("packed weights", weights="packed", wrap={"packed": True}, answers=frozenset({"packed"})),
     Feature("fp8 pages", "kv_dtype", wrap={"kv_dtype": "fp8_e4m3"}, answers=frozenset({"kv_dtype"})),
