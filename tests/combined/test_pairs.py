@@ -30,7 +30,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_thread", "often", "without_inductor")
 def test_features_meet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: True))  # steps are read one late, as on CUDA
-    play(request, gpu=False, on_a_model=2, cases=6)
+    play(request, gpu=False, on_a_model=2, cases=4)
 
 
 @pytest.mark.gpu
@@ -44,8 +44,9 @@ def play(request: pytest.FixtureRequest, gpu: bool, on_a_model: int, cases: int)
     option = request.config.getoption
     first = 1000 * option("--seed") if option("--fuzz-seed") is None else option("--fuzz-seed")
     count, seconds = option("--fuzz-cases"), option("--fuzz-seconds")
-    played = Cases(gpu, on_a_model)
+    usual = count is None and not seconds
+    played = Cases(gpu, on_a_model, compiles=gpu or not usual)
     with quiet():
-        for seed in seeds_from(first, cases if count is None and not seconds else count, seconds):
+        for seed in seeds_from(first, cases if usual else count, seconds):
             played.play(seed)
     print(played)

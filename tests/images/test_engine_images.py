@@ -133,6 +133,18 @@ def test_a_text_that_parts_inside_a_picture_begins_there(family, computed, seed)
     assert computed == ([10, 2, 8] if RESUMES else [10, 10, 16])
 
 
+@pytest.mark.parametrize("in_steps", [True, False])
+def test_pages_of_pictures_are_checked_as_the_model_was_told_them(in_steps: bool) -> None:
+    """The prefix cache knows pictures by keys, which no step is told."""
+    model = seeing(QWEN, check_pages="raise")
+    with Engine(model, images_in_steps=in_steps) as engine:
+        prompt, several = prompt_of(QWEN, 5, WIDE, *range(20, 30)), SamplingParams(n=3, max_tokens=9, seed=1)
+        for cached in (0, 20, 20):
+            assert engine.submit(prompt, several).result(PATIENCE).cached_tokens == cached
+    assert model.compiled.stats().wrong_tags == 0
+    assert_account_is_empty(model)
+
+
 def test_a_second_turn_goes_on_from_the_first(original, computed):
     first = asked(original, 5, WIDE, 7, 8)
     parts = (5, WIDE, 7, 8, *first.outputs[0].token_ids, 30, 31)

@@ -328,7 +328,8 @@ class Scheduler:
             request.generation = self.generation
         elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
-            row.identify(known)
+        if request.tells_ids:
+            row.identify(request.text_ids)
         row.exact_position = request.position_after(row.exact_length)
         try:
             begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self.step)
@@ -356,7 +357,6 @@ class Scheduler:
             row.begin_from(match.pages, match.state, match.tokens)
         except OutOfPagesError:  # it may have just enough room without
             prefixes.give_back(match)
-        row.identify(known)
         request.checkpoints = ()
         if self._pool.states is not None:
             request.checkpoints = self._checkpoints_for_next(

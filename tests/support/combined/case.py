@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from support.combined.feature import Feature
@@ -19,14 +20,17 @@ class Cases:
     """The cases of seeds that rise; each is a model with features, and an engine with more of them.
 
     Attributes:
-        played, refused, answers: how many there were.
+        played, refused, answers: how many engines, combinations and requests, and answers there were.
+        happened: in how many engines what features are about has happened.
     """
 
     gpu: bool
     on_a_model: int  # seeds next to each other that share one
+    compiles: bool = True  # whether features are drawn for which a CPU compiles, which takes seconds
     played: int = 0
     refused: int = 0
     answers: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
     _number: int = -1
     _subject: Subject | None = None
     _of_model: Sequence[Feature] = ()
@@ -48,7 +52,13 @@ class Cases:
         playing.play()
         self.played += 1
         self.answers += playing.answers
+        self.refused += playing.refused
+        self.happened.update(playing.happened)
         assert not playing.faults, "\n\n".join([said, *playing.faults])
+
+    @property
+    def _drawn(self) -> Sequence[Feature]:
+        return [feature for feature in OF_MODEL if self.compiles or "mode" not in feature.wrap]
 
     def _subject_of(self, number: int) -> Subject:
         """Return the model of a group of cases, which is made once."""
@@ -56,7 +66,7 @@ class Cases:
             return self._subject
         self._number, self._subject, draw = number, None, Random(number)
         while self._subject is None:
-            features = draw.sample(OF_MODEL, draw.choice((0, 1, 1, 2, 2)))
+            features = draw.sample(self._drawn, draw.choice((0, 1, 1, 2, 2)))
             names = {feature.subject for feature in features if feature.subject} or {"full attention"}
             if len(names) > 1 or len([feature for feature in features if feature.weights]) > 1:
                 continue
@@ -68,4 +78,5 @@ class Cases:
         return self._subject
 
     def __str__(self) -> str:
-        return f"{self.played} engines, {self.answers} answers, {self.refused} combinations refused"
+        happened = ", ".join(f"{name} in {count}" for name, count in sorted(self.happened.items()))
+        return f"{self.played} engines, {self.answers} answers, {self.refused} refused; {happened}"

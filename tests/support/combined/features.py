@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
+from functools import cache, partial
 from random import Random
 
 import xgrammar
@@ -17,20 +18,31 @@ from support.engine.sampling_settings import REGEX, VOCABULARY, OfTheAnswer
 from support.engine.text_tokenizers import byte_level
 
 END = 1
-FEW_PAGES = "few"
-"""Stands for memory that is too small for all requests at once."""
+FEW, COMPILED = "few", "compiled"
+"""Stand for fewer tokens than requests have, and for a mode that compiles."""
+
+
+@cache
+def _compiled() -> xgrammar.CompiledGrammar:
+    tokens = xgrammar.TokenizerInfo.from_huggingface(byte_level(), vocab_size=VOCABULARY, stop_token_ids=[END])
+    return xgrammar.GrammarCompiler(tokens).compile_regex(REGEX)
 
 
 def _by_grammar() -> LogitsProcessor:
-    tokens = xgrammar.TokenizerInfo.from_huggingface(byte_level(), vocab_size=VOCABULARY, stop_token_ids=[END])
-    processor: LogitsProcessor = hf.LogitsProcessor(xgrammar.GrammarCompiler(tokens).compile_regex(REGEX))
+    processor: LogitsProcessor = hf.LogitsProcessor(_compiled())
     return processor
+
+
+def bias(asked: Asked, biases: Mapping[int, float]) -> None:
+    """Add numbers to the logits of some tokens."""
+    asked.params["logit_bias"] = {**asked.params.get("logit_bias", {}), **biases}
+    asked.processors.append(partial(_Biased, biases))
 
 
 class _Biased(LogitsProcessor):
     """Adds numbers to some tokens' logits."""
 
-    def __init__(self, biases: dict[int, float]) -> None:
+    def __init__(self, biases: Mapping[int, float]) -> None:
         self._biases = biases
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
@@ -62,8 +74,7 @@ def _penalties(asked: Asked, chance: Random) -> None:
         asked.processors.append(partial(OfTheAnswer, 1.5, 0.9))
     else:
         biases = {chance.randrange(3, 100): chance.choice((-100.0, 1.0, 3.0)) for _ in range(4)}
-        asked.params["logit_bias"] = biases
-        asked.processors.append(partial(_Biased, biases))
+        bias(asked, biases)
 
 
 def _logprobs(asked: Asked, chance: Random) -> None:
@@ -89,14 +100,14 @@ FEATURES = [
     Feature("windows", subject="windows"),
     Feature("latents", subject="latents"),
     Feature("recurrent", subject="recurrent"),
-    Feature("images", subject="images"),
+    Feature("images", "prompt: it has a picture", subject="images"),
     Feature("adapters", weights="adapters"),
     Feature("packed weights", weights="packed", wrap={"packed": True}, answers=frozenset({"packed"})),
     Feature("fp8 pages", "kv_dtype", wrap={"kv_dtype": "fp8_e4m3"}, answers=frozenset({"kv_dtype"})),
     Feature("cascade", "cascade", wrap={"cascade": True}, asks=_shared),
-    Feature("batch_invariant", "batch_invariant", wrap={"batch_invariant": True}),
-    Feature("chunked prompts", wrap={"prefill_tokens": 16}),
-    Feature("preemption", wrap={"kv_memory": FEW_PAGES}, engine={"admission": "greedy"}),
+    Feature("batch_invariant", "batch_invariant", wrap={"batch_invariant": True, "mode": COMPILED}),
+    Feature("chunked prompts", wrap={"prefill_tokens": FEW}),
+    Feature("preemption", wrap={"kv_memory": FEW}, engine={"admission": "greedy"}),
     Feature("mixed", "mixed", engine={"mixed": True}),
     Feature(
         "drafts",
@@ -108,7 +119,7 @@ FEATURES = [
     Feature("grammars", "structured_outputs", asks=_grammar),
     Feature("seeds", asks=_seed),
     Feature("penalties", asks=_penalties),
-    Feature("log-probabilities", asks=_logprobs),
+    Feature("log-probabilities", "prompt_logprobs", asks=_logprobs),
     Feature(
         "processed log-probabilities",
         engine={"logprobs_mode": "processed_logprobs"},

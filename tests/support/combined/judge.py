@@ -35,11 +35,15 @@ class _Computed(NamedTuple):
 
 
 class Judge:
-    """Judges what a model is said to have answered."""
+    """Judges what a model is said to have answered.
+
+    Attributes:
+        rounds: whether its pages are fp8.
+    """
 
     def __init__(self, exact: Any, bare: Any, rounds: bool) -> None:
-        """``bare`` is the model in the dtype that it is served in; ``rounds`` if its pages are fp8."""
-        self._exact, self._bare, self._rounds = exact, bare, rounds
+        """``bare`` is the model in the dtype that it is served in."""
+        self._exact, self._bare, self.rounds = exact, bare, rounds
 
     def faults(self, asked: Asked, output: RequestOutput, processed: bool) -> list[str]:
         """Return what is wrong with an answer, in words; nothing if nothing is.
@@ -51,7 +55,7 @@ class Judge:
     def _faults(self, asked: Asked, output: RequestOutput, answer: Completion, processed: bool) -> list[str]:
         prompt, tokens = len(asked.ids), list(answer.token_ids)
         text = torch.tensor([[*asked.ids, *tokens]], device=self._exact.device)
-        exact, bare = self._run(self._exact, asked, text), self._run(self._bare, asked, text, self._rounds)
+        exact, bare = self._run(self._exact, asked, text), self._run(self._bare, asked, text, self.rounds)
         noise = rms(bare.logits - exact.logits)
         noise = noise.clamp(min=float(noise.mean())) + FLOOR
         found = []

@@ -19,16 +19,19 @@ from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from support.combined.asked import Asked
 from support.combined.feature import Feature
-from support.combined.features import FEW_PAGES
+from support.combined.features import COMPILED, FEW, bias
 from support.combined.judge import Judge
-from support.combined.subjects import FAMILY, LARGER, TINY, Sizes, Three, three_of
+from support.combined.subjects import FAMILY, LARGER, SPECIAL, TINY, Sizes, Three, three_of
 from support.engine.text_tokenizers import byte_level
 from support.images import Picture, prompt_of
 from support.parity import assert_account_is_empty
 
-PATIENCE = 120.0
+PATIENCE = 600.0
 ROWS = 4
 TURNS = 2
+WITHIN = 1e-3
+WITHIN_OF_FP8 = 0.05
+"""How far log-probabilities are from others for sums in another order."""
 
 
 class RefusedError(Exception):
@@ -52,16 +55,27 @@ class Subject:
         weights, sizes, draw = "".join(feature.weights for feature in features), LARGER if gpu else TINY, Random(seed)
         three = three_of(name, weights, seed, gpu)
         base = None if gpu else three_of(name, weights, seed, gpu).own
-        options: dict[str, Any] = {key: value for own in features for key, value in own.wrap.items()}
         kept = {key: value for own in features for key, value in own.wrap.items() if key in own.answers}
-        mode = "eager" if not gpu or draw.random() < 0.2 else "cuda-graphs"
-        usual = {"page_size": sizes.page_size, "max_batch_size": ROWS, "progress": False, "mode": mode}
-        options["kv_memory"] = f"{sizes.few if options.get('kv_memory') == FEW_PAGES else sizes.many} tokens"
+        usual = {
+            "page_size": sizes.page_size,
+            "max_batch_size": ROWS,
+            "progress": False,
+            "kv_memory": f"{sizes.pages[1]} tokens",
+            "prefill_tokens": sizes.chunks[1],
+        }
+        compiled = "cuda-graphs" if gpu else "compile"
+        standing = {
+            ("kv_memory", FEW): f"{sizes.pages[0]} tokens",
+            ("prefill_tokens", FEW): sizes.chunks[0],
+            ("mode", COMPILED): compiled,
+        }
+        own = {key: standing.get((key, value), value) for each in features for key, value in each.wrap.items()}
+        mode = compiled if gpu and draw.random() < 0.8 else "eager"
         with refusals(features):
-            compiled_llm.wrap(three.own, **{**usual, "check_pages": "raise", **options})
+            compiled_llm.wrap(three.own, **{**usual, "mode": mode, "check_pages": "raise", **own})
         if base is not None:
-            compiled_llm.wrap(base, **usual, kv_memory=f"{sizes.many} tokens", **kept)
-        return cls(name, three, base, Judge(three.exact, three.bare, "kv_dtype" in options), sizes, gpu)
+            compiled_llm.wrap(base, **usual, mode="eager", **kept)
+        return cls(name, three, base, Judge(three.exact, three.bare, "kv_dtype" in own), sizes, gpu)
 
     @property
     def copies(self) -> list[Any]:
@@ -70,12 +84,13 @@ class Subject:
 
 @contextmanager
 def refusals(features: Sequence[Feature]) -> Iterator[None]:
-    """Take a ValueError whose words begin with an option of these for a refusal of them together."""
+    """Take an error whose words begin with an option of these for a refusal of them together."""
     try:
         yield
     except ValueError as error:
-        if any(own.option and str(error).startswith(own.option) for own in features):
-            raise RefusedError(str(error)) from error
+        said = str(error).removeprefix("wrap: ")
+        if any(own.option and said.startswith(own.option) for own in features):
+            raise RefusedError(said) from error
         raise
 
 
@@ -84,7 +99,8 @@ class Playing:
 
     Attributes:
         faults: what is wrong, in words.
-        answers: how many were judged.
+        answers: how many were judged; ``refused``, how many requests were refused.
+        happened: what its steps have done, in words.
     """
 
     def __init__(self, subject: Subject, features: Sequence[Feature], seed: int) -> None:
@@ -93,7 +109,8 @@ class Playing:
         self._options = {key: value for own in features for key, value in own.engine.items()}
         self._texts: list[list[int]] = []
         self.faults: list[str] = []
-        self.answers = 0
+        self.answers = self.refused = 0
+        self.happened: Sequence[str] = ()
         with refusals(features):
             self.engine = self._engine(subject.three.own, max_num_seqs=ROWS, **self._options)
 
@@ -105,11 +122,14 @@ class Playing:
         before = [{name: own.detach().clone() for name, own in _norms(model)} for model in self._subject.copies]
         try:
             with self.engine:
+                if self._subject.gpu:
+                    self.engine.warmup()
                 for _ in range(TURNS):
                     self._turn()
                     for feature in self._features:
                         if feature.between is not None:
                             feature.between(self)
+                self.happened = happened(self.engine)
             assert_account_is_empty(self._subject.three.own)
         finally:
             for model, norms in zip(self._subject.copies, before, strict=True):
@@ -135,10 +155,10 @@ class Playing:
     # ---- a turn
 
     def _turn(self) -> None:
-        asked = self._requests()
-        with refusals(self._features):
-            handles = [own.prepared(self.engine) for own in asked]
-        first, waiting = handles[0], list(zip(asked, handles, strict=True))[1:]
+        both = [*self._prepared(self._requests())]
+        if not both:
+            return
+        (_, first), *waiting = both
         leaving = [(own.cancelled, handle) for own, handle in waiting if own.cancelled is not None]
 
         def go_on() -> None:
@@ -152,10 +172,20 @@ class Playing:
         first.when_changed(go_on)
         self.engine.begin(first)
         self._act_amid(first)
-        outputs = [handle.result(PATIENCE) for handle in handles]
-        for own, output in zip(asked, outputs, strict=True):
-            self._judge(own, output)
-        self._texts = [own.ids + output.token_ids for own, output in zip(asked, outputs, strict=True)]
+        answered = [(own, handle.result(PATIENCE)) for own, handle in both]
+        self._judge(answered)
+        self._texts = [own.ids + list(output.token_ids) for own, output in answered if own.inputs is None]
+
+    def _prepared(self, requests: Sequence[Asked]) -> Iterator[tuple[Asked, RequestHandle]]:
+        """Yield requests with their handles, without those that are refused."""
+        for asked in requests:
+            try:
+                with refusals(self._features):
+                    handle = asked.prepared(self.engine)
+            except RefusedError:
+                self.refused += 1
+            else:
+                yield asked, handle
 
     def _act_amid(self, first: RequestHandle) -> None:
         for feature in self._features:
@@ -175,6 +205,8 @@ class Playing:
                 own.cancelled = own.begins + draw.randint(0, 6)
             found.append(own)
         for own in found:
+            if self._subject.name == "images":
+                bias(own, dict.fromkeys(SPECIAL, -100.0))
             for feature in self._features:
                 if feature.asks is not None and draw.random() < 0.7:
                     feature.asks(own, draw)
@@ -189,36 +221,42 @@ class Playing:
             inputs = prompt_of(FAMILY, *words[:at], Picture(draw.randrange(3), wide=draw.random() < 0.5), *words[at:])
             return Asked(inputs["input_ids"][0].tolist(), tokens, inputs=inputs)
         if self._texts and draw.random() < 0.5:
-            text = draw.choice(self._texts)
-            if max(text) < 100 or self._subject.name != "images":
-                return Asked(
-                    [*text[: draw.randint(len(text) // 2, len(text))], *draw.choices(range(3, 100), k=3)], tokens
-                )
+            text = draw.choice(self._texts)[: self._subject.sizes.prompts[1]]
+            return Asked([*text[: draw.randint(len(text) // 2, len(text))], *draw.choices(range(3, 100), k=3)], tokens)
         if draw.random() < 0.5:
             return Asked((draw.choices(range(3, 100), k=draw.randint(2, 5)) * length)[:length], tokens)
         return Asked(draw.choices(range(3, 100), k=length), tokens)
 
-    def _judge(self, asked: Asked, output: RequestOutput) -> None:
-        self.answers += 1
-        found = self._subject.judge.faults(asked, output, "logprobs_mode" in self._options)
-        if self._subject.base is not None and output.finish_reason != "cancelled" and not found:
-            found = self._differences(asked, output)
-        self.faults += [f"{fault}\n{asked}" for fault in found]
+    def _judge(self, answered: Sequence[tuple[Asked, RequestOutput]]) -> None:
+        processed = "logprobs_mode" in self._options
+        found = [(own, fault) for own, out in answered for fault in self._subject.judge.faults(own, out, processed)]
+        if self._subject.base is not None and not found:
+            found = self._differences([each for each in answered if each[1].finish_reason != "cancelled"])
+        self.answers += len(answered)
+        self.faults += [f"{fault}\n{own}" for own, fault in found]
 
-    def _differences(self, asked: Asked, output: RequestOutput) -> list[str]:
-        """Return how an answer differs from that of an engine without features, which has no other request."""
+    def _differences(self, answered: Sequence[tuple[Asked, RequestOutput]]) -> list[tuple[Asked, str]]:
+        """Return how answers differ from those of an engine without features."""
         kept = {key: self._options[key] for own in self._features for key in own.answers if key in self._options}
         with self._engine(self._subject.base, max_num_seqs=ROWS, prefix_cache=False, mixed=False, **kept) as engine:
-            handle = asked.prepared(engine)
-            engine.begin(handle)
-            expected = handle.result(PATIENCE)
-        found = []
-        for ours, theirs in zip(output.outputs, expected.outputs, strict=True):
-            if list(ours.token_ids) != list(theirs.token_ids):
-                found.append(f"{list(ours.token_ids)} without features are {list(theirs.token_ids)}")
-            elif (off := _apart(ours, theirs)) > 1e-3:
-                found.append(f"log-probabilities are off by {off} from those without features")
-        return found
+            handles = [own.prepared(engine) for own, _ in answered]
+            engine.begin(*handles)
+            both = [(each, handle.result(PATIENCE)) for each, handle in zip(answered, handles, strict=True)]
+        return [
+            (own, difference)
+            for (own, output), expected in both
+            for ours, theirs in zip(output.outputs, expected.outputs, strict=True)
+            for difference in _differences(ours, theirs, self._subject.judge.rounds)
+        ]
+
+
+def _differences(ours: Completion, theirs: Completion, rounds: bool) -> Iterator[str]:
+    # A sum in another order may be stored as the next number of fp8; such tokens are judged by float32 alone.
+    if list(ours.token_ids) != list(theirs.token_ids):
+        if not rounds:
+            yield f"{list(ours.token_ids)} without features are {list(theirs.token_ids)}"
+    elif (off := _apart(ours, theirs)) > (WITHIN_OF_FP8 if rounds else WITHIN):
+        yield f"log-probabilities are off by {off} from those without features"
 
 
 def _apart(ours: Completion, theirs: Completion) -> float:
@@ -233,6 +271,20 @@ def _apart(ours: Completion, theirs: Completion) -> float:
             off, *(abs(own[token].logprob - other[token].logprob) for token in own if math.isfinite(own[token].logprob))
         )
     return off
+
+
+def happened(engine: Engine) -> list[str]:
+    """Return what has happened in an engine, of that which features are about."""
+    stats, model = engine.stats(), engine.model.compiled.stats()
+    times = {
+        "mixed steps": stats.mixed_steps,
+        "preemptions": stats.preemptions,
+        "prefix hits": stats.cached_tokens,
+        "drafts right": stats.drafts and stats.drafts.accepted_tokens,
+        "drafts wrong": stats.drafts and stats.drafts.draft_tokens - stats.drafts.accepted_tokens,
+        "cascade steps": model.cascade_steps,
+    }
+    return [name for name, count in times.items() if count]
 
 
 def _norms(model: Any) -> list[tuple[str, Parameter]]:

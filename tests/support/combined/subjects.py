@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from support.engine.sampling_settings import VOCABULARY
+from support.execution import twins
 from support.execution.twins import SMALL, in_float32, random_model
 from support.huggingface.recurrent_families import RECURRENT, SMALL as SMALL_RECURRENT, recurrent_model
 from support.huggingface.vision import make
-from support.huggingface.vision_gpu import of_family
+from support.huggingface.vision_gpu import HEADS
 from support.latent_models import WITHOUT_EXPERTS, latent_model
-from support.packed_layers import bnb_nf4, packed_model, unpacked_model
+from support.packed_layers import BLOCK, bnb_nf4, packed_model, unpacked_model
 from support.tiny_models import tiny_qwen3
 
 FAMILY = "Qwen3VL"
@@ -44,8 +46,22 @@ ON_GPU: dict[str, Callable[[int], Any]] = {
         ),
         seed,
     ),
-    "images": lambda seed: of_family(FAMILY, seed).to("cuda", torch.bfloat16),
+    "images": lambda seed: _seeing(seed),
 }
+
+
+SPECIAL = range(120, 130)
+"""Tokens that stand for pictures, which no answer may have."""
+
+
+def _nf4(linear: nn.Linear) -> nn.Module:
+    """Pack a layer, if its rows are whole blocks."""
+    return linear if linear.in_features % BLOCK else bnb_nf4(linear)
+
+
+def _seeing(seed: int) -> Any:
+    settings = copy.deepcopy(HEADS[FAMILY])
+    return make(FAMILY, seed, **WORDS, **settings).to(twins.DEVICE, torch.bfloat16)
 
 
 def _qwen3(seed: int, **overrides: Any) -> Any:
@@ -60,12 +76,12 @@ class Sizes:
     prompts: tuple[int, int]
     first: int  # tokens of the first answer, beside which others come
     others: tuple[int, int]
-    few: int  # tokens in pages, of which requests need more
-    many: int = 4000
+    pages: tuple[int, int]  # tokens in few pages, of which requests need more, and in many
+    chunks: tuple[int, int]  # tokens of few in a launch, of which prompts have more, and of many
 
 
-TINY = Sizes(4, (9, 40), 32, (4, 20), 140)
-LARGER = Sizes(16, (33, 140), 64, (8, 48), 512)
+TINY = Sizes(4, (9, 40), 32, (4, 20), (92, 4000), (16, 256))
+LARGER = Sizes(16, (33, 140), 64, (8, 48), (288, 8000), (64, 512))
 
 
 class Three(NamedTuple):
@@ -78,12 +94,12 @@ class Three(NamedTuple):
 
 def three_of(subject: str, weights: str, seed: int, gpu: bool) -> Three:
     """Make a model on the device; ``weights`` are ``"adapters"``, ``"packed"`` or plain if empty."""
-    with torch.random.fork_rng(devices=[torch.device("cuda", 0)] if gpu else []):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if gpu else []):
         plain = (ON_GPU if gpu else ON_CPU)[subject](seed)
         torch.manual_seed(seed)
-        with torch.device("cuda" if gpu else "cpu"):
+        with torch.device(twins.DEVICE if gpu else "cpu"):
             if weights == "packed":
-                own = packed_model(plain, bnb_nf4)
+                own = packed_model(plain, _nf4)
                 values = unpacked_model(own)
                 return Three(own, in_float32(values), values.to(torch.bfloat16) if gpu else values)
             if weights == "adapters":
