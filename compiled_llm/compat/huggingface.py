@@ -303,11 +303,18 @@ def captures_outputs(hook: object) -> bool:
     return getattr(hook, "__module__", None) == output_capturing.__name__
 
 
-def let_outputs_be_captured(model: nn.Module) -> None:
-    """Put HuggingFace's hooks for hidden states on a model's modules, as its first call that asks for them does."""
+def let_outputs_be_captured(model: nn.Module, standing: nn.Module) -> None:
+    """Put HuggingFace's hooks for hidden states on a model's modules, as its first call that asks for them does.
+
+    ``standing`` is what programs run in its place: shallow copies, whose hooks are the model's own, and which have been
+    made before, some of them, without the mark that the hooks are there.
+    """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and _is_capturing(type(module).forward):
             output_capturing.maybe_install_capturing_hooks(module)
+    for module in standing.modules():
+        if isinstance(module, PreTrainedModel) and _is_capturing(type(module).forward):
+            setattr(module, CAPTURING, True)
 
 
 def _is_capturing(forward: Any) -> bool:

@@ -152,6 +152,7 @@ class Programs:
         # ``weights``, the fused ones, must be ``laid_out`` at each call. Of ``compilers`` of kernels, so many run at
         # once; of None, as many as there are cores.
         self._made_from = config, facts, device, weights, artifacts
+        self._facts = facts
         self._taken_from: list[Programs] = []
         self._version = facts.version
         self._version.watch_code(places_of([facts.model_class]))
@@ -247,7 +248,7 @@ class Programs:
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
         """Return a call for these arguments; ``compare`` checks for a prefill's recompilation, else the caller must."""
         if arguments.inputs.wants and not self._captures_outputs:
-            let_outputs_be_captured(arguments.model)
+            let_outputs_be_captured(self._facts.model, self._adapted(arguments))
             self._captures_outputs = True
         name = self._name_for(arguments.inputs)
         if (taken := self._taken(name, arguments)) is not None:

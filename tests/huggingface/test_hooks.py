@@ -107,7 +107,7 @@ def test_hooks_that_huggingface_leaves_behind_once_it_was_asked_for_hidden_state
         torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
         if before:
             graphs = model.compiled.stats().graphs
-            let_outputs_be_captured(model)
+            let_outputs_be_captured(model, model)
     stats = model.compiled.stats()
     assert stats.generate_calls == {"fast loop": 2}
     assert stats.graphs == graphs
