@@ -184,7 +184,7 @@ class QuantState:
 
 class Linear4bit(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.stands_for, self.bias)
+        return product(input, self.stands_for.to(input.dtype), self.bias)
 
 
 def bnb_nf4(linear: nn.Linear, nested: bool = False, block: int = BLOCK) -> nn.Module:
