@@ -240,6 +240,7 @@ class Programs:
         """Return a call for these arguments; ``compare`` checks for a prefill's recompilation, else the caller must."""
         if arguments.inputs.wants and not self._captures_outputs:
             let_outputs_be_captured(arguments.model)
+            self._adapters.copy_again(arguments.model)  # modules of the model have been marked
             self._captures_outputs = True
         name = self._name_for(arguments.inputs)
         if (taken := self._taken(name, arguments)) is not None:

@@ -48,6 +48,12 @@ class ActiveAdapters:
         self._memory.fill()
         return same(before, self._memory.own)
 
+    def copy_again(self, model: PreTrainedModel) -> None:
+        """Copy the model's modules again, if they are copied: something was written into them that is no change."""
+        if self._children:
+            self._take_in(model)
+            self._memory.fill()
+
     def of(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the stand-in as of the last check, made again, as a kept one would keep the model alive."""
         if self._values is None:
