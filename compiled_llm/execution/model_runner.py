@@ -183,15 +183,16 @@ class ModelRunner:
         return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        rows, new = batch.decode, batch.new_tokens
+        rows, drafting = batch.decode, batch.drafting
+        new = 1 if drafting is None else drafting.new_tokens
         self.state.slots.ensure(rows)
-        if batch.drafting is not None:
-            batch.drafting.entering(rows)
+        if drafting is not None:
+            drafting.entering(rows)
         if batch.tokens is None:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.wants)
+        wanted = persistent.step_for(rows, new, batch.wants if batch.taps or drafting is not None else ())
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:

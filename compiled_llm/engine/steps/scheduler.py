@@ -459,9 +459,8 @@ class Scheduler:
             request, row = chunk.request, chunk.request.running_row
             is_checkpoint = row.exact_length in request.checkpoints
             if request not in self._unlaunched:
-                self._keep(
-                    request, request.known[: row.exact_length], partial(_lent, row) if is_checkpoint else _no_state
-                )
+                state = partial(_lent, row) if is_checkpoint else _no_state
+                self._keep(request, request.known[: row.exact_length], state)
             if chunk.is_last or is_checkpoint:
                 self._queue.release(request)
         self._unlaunched.clear()
