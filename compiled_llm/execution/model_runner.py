@@ -290,12 +290,13 @@ class ModelRunner:
         keys_and_values: Sequence[tuple[Tensor, Tensor] | None],
         states: Sequence[Tensor],
         promise: Promise | None = None,
+        ids: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
         """Grow rows, and write what was computed elsewhere by ``RunnerState.write``; OutOfPagesError as ``run``."""
         self.graph_manager.check_pages()
         sync_lengths(rows)
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
-            self.state.write(rows, stored, keys_and_values, states)
+            self.state.write(rows, stored, keys_and_values, states, ids)
 
     def sample(
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, taps: Sequence[Tap] = ()

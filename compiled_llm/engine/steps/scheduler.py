@@ -328,8 +328,7 @@ class Scheduler:
             request.generation = self.generation
         elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
-        if request.tells_ids:
-            row.identify(request.text_ids)
+        row.identify(request.text_ids)
         row.exact_position = request.position_after(row.exact_length)
         try:
             begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self.step)
