@@ -140,11 +140,6 @@ class Batch(NamedTuple):
         """The outputs that the launch of ``decode`` gives besides logits."""
         return outputs_of(self.taps) if self.drafting is None else self.drafting.wants
 
-    @property
-    def new_tokens(self) -> int:
-        """The tokens that each row of ``decode`` feeds in, q."""
-        return 1 if self.drafting is None else self.drafting.new_tokens
-
 
 class StepOutput(NamedTuple):
     """The result of a batch, on the device; the next decode step overwrites that of the last one."""

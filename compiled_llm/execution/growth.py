@@ -45,4 +45,5 @@ def _taking_from(promise: Promise | None) -> AbstractContextManager[None]:
 def sync_lengths(rows: Iterable[Row]) -> None:
     """Make lengths and positions of rows exact; Ctrl-C comes while it waits for a step, or afterwards."""
     for row in rows:
-        row.sync()
+        if row.speculation.unread:
+            row.speculation.sync()

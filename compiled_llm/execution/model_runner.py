@@ -184,15 +184,16 @@ class ModelRunner:
         return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        rows, new = batch.decode, batch.new_tokens
+        rows, drafting = batch.decode, batch.drafting
+        new = 1 if drafting is None else drafting.new_tokens
         self.state.slots.ensure(rows)
-        if batch.drafting is not None:
-            batch.drafting.entering(rows)
+        if drafting is not None:
+            drafting.entering(rows)
         if batch.tokens is None:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.wants)
+        wanted = persistent.step_for(rows, new, batch.wants if batch.taps or drafting is not None else ())
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
@@ -290,12 +291,13 @@ class ModelRunner:
         keys_and_values: Sequence[tuple[Tensor, Tensor] | None],
         states: Sequence[Tensor],
         promise: Promise | None = None,
+        ids: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
         """Grow rows, and write what was computed elsewhere by ``RunnerState.write``; OutOfPagesError as ``run``."""
         self.graph_manager.check_pages()
         sync_lengths(rows)
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
-            self.state.write(rows, stored, keys_and_values, states)
+            self.state.write(rows, stored, keys_and_values, states, ids)
 
     def sample(
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, taps: Sequence[Tap] = ()

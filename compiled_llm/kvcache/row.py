@@ -84,13 +84,15 @@ class Row:
     @property
     def exact_length(self) -> int:
         """How many tokens the pages hold, waiting for steps that are unread if their drafts are among them."""
-        self.sync()
+        if self.speculation.unread:
+            self.speculation.sync()
         return self.length_at_most
 
     @property
     def exact_position(self) -> int:
         """Rotary position of the next token, waiting as ``exact_length``, be it read or set."""
-        self.sync()
+        if self.speculation.unread:
+            self.speculation.sync()
         return self.position_at_most
 
     @exact_position.setter

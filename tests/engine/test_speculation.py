@@ -86,7 +86,7 @@ class DraftingDevice(NaiveDevice):
         for entry in batch.extend:
             assert isinstance(entry.row, Row)
             self.exact.setdefault(entry.row, entry.row.length_at_most)
-        new = batch.new_tokens
+        new = 1 if batch.drafting is None else batch.drafting.new_tokens
         if new == 1:
             return self._plain(batch, persistent)
         decoded = self._drafted(batch.decode, new)

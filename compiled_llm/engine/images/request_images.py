@@ -142,7 +142,8 @@ class RequestImages(RequestPart, RunsApart):
         owners = zip(owners_of_keys(layers), layers, strict=True)
         theirs = [cache.layers[own] if layer.kind.attends else None for own, layer in owners]
         both = [None if their is None else (their.keys, their.values) for their in theirs]
-        model_runner.fill([row], stored, both, read_states(cache, layers))
+        known = [self.ids[row.exact_length : self.end]]
+        model_runner.fill([row], stored, both, read_states(cache, layers), ids=known)
         row.exact_position = self.position_after(row.exact_length)
 
     def _computed(self, model_runner: ModelRunner, row: Row) -> Any:

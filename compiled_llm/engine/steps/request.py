@@ -191,12 +191,6 @@ class Request:
         return len(self.prompt) + max(1, self.max_tokens) - 1
 
     @property
-    def tells_ids(self) -> bool:
-        """Whether all of its text is computed by steps, which are told ids; else a part fills its first pages."""
-        by = self.runs_apart(0)
-        return by is None or by.end is None
-
-    @property
     def text_ids(self) -> NDArray[np.int64]:
         """``[T + G]`` int64, its text as the model takes it."""
         ids, text = self.prompt_ids, self.text

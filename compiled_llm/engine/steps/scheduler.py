@@ -328,8 +328,7 @@ class Scheduler:
             request.generation = self.generation
         elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
-        if request.tells_ids:
-            row.identify(request.text_ids)
+        row.identify(request.text_ids)
         row.exact_position = request.position_after(row.exact_length)
         try:
             begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self.step)
@@ -459,9 +458,8 @@ class Scheduler:
             request, row = chunk.request, chunk.request.running_row
             is_checkpoint = row.exact_length in request.checkpoints
             if request not in self._unlaunched:
-                self._keep(
-                    request, request.known[: row.exact_length], partial(_lent, row) if is_checkpoint else _no_state
-                )
+                state = partial(_lent, row) if is_checkpoint else _no_state
+                self._keep(request, request.known[: row.exact_length], state)
             if chunk.is_last or is_checkpoint:
                 self._queue.release(request)
         self._unlaunched.clear()

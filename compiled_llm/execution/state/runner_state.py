@@ -232,6 +232,7 @@ class RunnerState:
         stored: NDArray[np.bool_],
         keys_and_values: Sequence[tuple[Tensor, Tensor] | None],
         states: Sequence[Tensor] = (),
+        ids: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
         """Write what was computed elsewhere to the ends of rows, already grown by it.
 
@@ -240,6 +241,7 @@ class RunnerState:
             keys_and_values: of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros are
                 written for columns that a layer lacks. None of a layer that keeps none.
             states: the rows' states after the last column, ``[B, ...]``, in the order of ``ModelFacts.states``.
+            ids: the tokens of each row, if they are known.
         """
         batch_indices, columns = np.nonzero(stored)
         counts = stored.sum(axis=1).tolist()
@@ -254,7 +256,8 @@ class RunnerState:
                 spec.write(memory, places, *both)
         self._write_states(rows, counts, states)
         for tap in self.taps:
-            tap.imported(rows, self.slots.places(rows), counts)
+            known = [np.zeros(count, dtype=np.int64) for count in counts] if ids is None else ids
+            tap.imported(rows, self.slots.places(rows), known)
 
     def _write_states(self, rows: Sequence[Row], counts: Sequence[int], states: Sequence[Tensor]) -> None:
         """Write states into the entries that rows have entered by ``counts`` tokens; without any, they keep theirs."""

@@ -59,5 +59,5 @@ class RunnerTap:
     def copied(self, source: Tensor, target: Tensor) -> None:
         """Copy what belongs to pages with them."""
 
-    def imported(self, rows: Sequence[Row], places: Sequence[int], counts: Sequence[int]) -> None:
-        """Note what was written to the ends of rows without their tokens being known."""
+    def imported(self, rows: Sequence[Row], places: Sequence[int], ids: Sequence[NDArray[np.int64]]) -> None:
+        """Note what was written to the ends of rows: tokens ``[T]`` of each, zeros if nobody knows them."""

@@ -119,7 +119,7 @@ class DecodeBuffers:
         write, numbers, new = self._state.arena.write, slots.of(rows, step.rows), step.tokens // step.rows
         write("decode_slot", written, numbers[first:])
         known = np.setdiff1d(written, [row.to for row in moved]) if moved else written
-        entering = [rows[at] for at in known.tolist() if at < len(rows)]
+        entering = [rows[at] for at in known.tolist() if at < len(rows)] if moved else rows[first:]
         write("decode_position", known, np.array([row.exact_position for row in entering] + padding, dtype=np.int64))
         lengths = [row.exact_length for row in entering] + [new for _ in padding]
         write("decode_length", known, np.array(lengths, dtype=np.int32))

@@ -168,13 +168,13 @@ class PageCheck(RunnerTap):
     def copied(self, source: Tensor, target: Tensor) -> None:
         self._tags.tags.index_copy_(0, target, self._tags.tags.index_select(0, source))
 
-    def imported(self, rows: Sequence[Row], places: Sequence[int], counts: Sequence[int]) -> None:
-        """Tag the new tokens by position alone."""
+    def imported(self, rows: Sequence[Row], places: Sequence[int], ids: Sequence[NDArray[np.int64]]) -> None:
+        """Tag the new tokens; those that nobody knows, by position alone."""
+        counts = [*map(len, ids)]
         if not any(counts):
             return
         self.placed(rows, places, counts)
         self._arena.flush()
-        ids = [np.zeros(count, dtype=np.int64) for count in counts]
         table = build_table(rows, counts, self._page_size, len(rows))
         columns: list[NDArray[Any]] = [
             np.concatenate(ids),

@@ -17,6 +17,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from engine.test_engine import some_prompts
+from support.engine.random_requests import adapted
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import greedy, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
@@ -216,3 +217,13 @@ def test_compiled_and_captured_steps_give_those_of_each_and_nothing_is_compiled_
                     check(plain, output, asked)
     assert (model.compiled.stats().recompiles, model.compiled.stats().graph_breaks) == (0, 0)
     assert any(row.states and row.replays for row in model.compiled.cuda_graphs)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_compiled_steps_of_an_adapted_model_give_them_after_steps_that_did_not() -> None:
+    """What is traced are copies of its modules, made before HuggingFace's hooks for hidden states came."""
+    plain, model = adapted(merged=False), wrapped(2000, adapted(merged=False), mode="compile")
+    with Engine(model) as engine:
+        for asked in (None, [-1]):
+            output = engine.submit([5, 6, 7, 8], greedy(4), hidden_states=asked).result(60)
+    check(plain, output, [-1])

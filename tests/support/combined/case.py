@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from support.combined.playing import Playing, RefusedError, Subject
 
 OF_MODEL = [feature for feature in FEATURES if feature.of_model]
 OF_ENGINE = [feature for feature in FEATURES if not feature.of_model]
+_COMPILING = 8
+"""Of so many models on a CPU, one may have features for which it compiles, none of those that usual runs begin with."""
 
 
 @dataclass
@@ -22,18 +25,29 @@ class Cases:
     Attributes:
         played, refused, answers: how many engines, combinations and requests, and answers there were.
         happened: in how many engines what features are about has happened.
+        faults: what is wrong, in words, of each seed that has failed.
     """
 
     gpu: bool
     on_a_model: int  # seeds next to each other that share one
-    compiles: bool = True  # whether features are drawn for which a CPU compiles, which takes seconds
     played: int = 0
     refused: int = 0
     answers: int = 0
     happened: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
     _number: int = -1
     _subject: Subject | None = None
     _of_model: Sequence[Feature] = ()
+
+    def try_seed(self, seed: int) -> None:
+        """Play the case of a seed, print what is wrong, and note it in ``faults``."""
+        try:
+            self.play(seed)
+        except Exception as error:
+            said = str(error) if isinstance(error, AssertionError) else "".join(traceback.format_exception(error))
+            print(f"FAULT at --fuzz-seed={seed}: {said}", flush=True)
+            self.faults.append(f"--fuzz-seed={seed}: {said}")
+            self._subject = None  # whatever has happened to it
 
     def play(self, seed: int) -> None:
         """Play the case of a seed; AssertionError says what is wrong, and how to play it again."""
@@ -56,17 +70,15 @@ class Cases:
         self.happened.update(playing.happened)
         assert not playing.faults, "\n\n".join([said, *playing.faults])
 
-    @property
-    def _drawn(self) -> Sequence[Feature]:
-        return [feature for feature in OF_MODEL if self.compiles or "mode" not in feature.wrap]
-
     def _subject_of(self, number: int) -> Subject:
         """Return the model of a group of cases, which is made once."""
         if number == self._number and self._subject is not None:
             return self._subject
         self._number, self._subject, draw = number, None, Random(number)
+        compiles = self.gpu or number % _COMPILING == _COMPILING - 1
+        possible = [feature for feature in OF_MODEL if compiles or "mode" not in feature.wrap]
         while self._subject is None:
-            features = draw.sample(self._drawn, draw.choice((0, 1, 1, 2, 2)))
+            features = draw.sample(possible, draw.choice((0, 1, 1, 2, 2)))
             names = {feature.subject for feature in features if feature.subject} or {"full attention"}
             if len(names) > 1 or len([feature for feature in features if feature.weights]) > 1:
                 continue
