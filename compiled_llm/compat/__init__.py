@@ -11,10 +11,15 @@ The functions stand in the modules of ``compat.torch``. Those of transformers st
 | ``eval_frame.cached_backends`` | freeing what a dropped model's backend refers to | Dynamo forgets backends, too |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
 | ``eval_frame.get_eval_frame_callback`` | frames that the user's ``torch.compile`` gave up | ``is_compiling`` says it |
+| ``convert_frame.compile_lock`` | compiling while no other thread does | torch compiles in several threads |
+| ``fx._symbolic_trace.is_fx_symbolic_tracing`` | compiling while another thread traces | ``torch.compile`` asks its \
+own thread |
+| ``_guards.TracingContext.try_get`` | whether an export of this thread traces | ``is_exporting`` is a thread's |
 | ``eval_frame._stance`` | running uncompiled where ``torch.compiler.set_stance`` says so | torch says it publicly |
 | ``Module._compiled_call_impl``, ``_call_impl`` | noticing ``model.compile()``, and calls of a module inside | \
 modules say it publicly |
-| the entries' ``guard_manager.check`` | guards without a call | torch checks them for those who replay a graph |
+| the entries' ``guard_manager.check``, ``check_verbose`` and ``code`` | guards without a call, and code without \
+``torch.compile``'s wrapper, which asks flags of the process | torch checks them for those who replay a graph |
 | ``cudagraph_trees.get_container`` | counting CUDA graphs | torch reports them |
 | ``torch._C._cuda_endAllocateToPool``, ``_cuda_releasePool`` | going on after a capture that failed | \
 ``capture_end`` tells the allocator first |
@@ -40,6 +45,7 @@ transforms and tracing | the same |
 | ``MissingOperatorWithDecomp``, ``…WithoutDecomp.operator_str`` | describing ops only if a log is read | \
 torch < 2.13 is dropped |
 | ``CachingAutotuner.bench``, ``clone_args`` | tilings that are timed as they run | Inductor times them in graphs |
+| ``runtime.benchmarking`` of Inductor | capturing nothing while it waits for the device | it waits for a stream |
 | ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
 | ``utils._mode_utils.no_dispatch`` | fake tensors ten times as fast | torch makes them as fast |
@@ -89,6 +95,10 @@ Changed for the whole process:
 | ``operator_str`` of ops without a lowering, which describes them only if a log is read | the first graph that is \
 compiled | torch < 2.13 is dropped |
 | ``CachingAutotuner.bench`` | the first graph that is compiled | Inductor times kernels in graphs |
+| ``benchmark_gpu`` and ``benchmark_gpu_with_cuda_graph`` of Inductor, on CUDA | the first graph that is \
+compiled | Inductor's timing waits for a stream |
+| ``is_fx_symbolic_tracing``, while a program is handed to ``torch.compile`` | each program | ``torch.compile`` asks \
+its own thread |
 | what a forked process begins with (``os.register_at_fork``), where our locks are free (``RLock._at_fork_reinit``) | \
 the import | threads survive a fork |
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
@@ -105,7 +115,8 @@ kept | Inductor sets it at once |
 looks in several folders |
 | ``JitSpec.build_and_load`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \
 built kernels can be named |
-| ``random.setstate``, ``torch.random.set_rng_state`` and ``torch.cuda.set_rng_state``, while a thread of ours \
-compiles, for that thread alone | each such thread | Dynamo does not put random numbers back that others draw |
+| ``random.setstate``, ``torch.random.set_rng_state``, ``torch.cuda.set_rng_state``, ``torch.set_default_dtype``, \
+``use_deterministic_algorithms`` and ``_C._set_fp32_precision_setter``, while a thread of ours compiles, for that \
+thread alone | each such thread | Dynamo does not put back what others have drawn and set |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |
 """

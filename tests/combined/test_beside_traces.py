@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.threads.compiling_thread import CompilingThread
 from support.parity import alone, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -102,8 +104,6 @@ def test_forwards_beside_a_trace_are_not_taken_for_traced_ones() -> None:
 
 def test_threads_that_compile_see_the_settings_of_who_starts_them() -> None:
     """Torch keeps them in a context, which a new thread does not have unless it is given."""
-    from compiled_llm.execution.threads.compiling_thread import CompilingThread
-
     seen: list[int] = []
     with torch._dynamo.config.patch(recompile_limit=37):
         thread = CompilingThread(lambda: seen.append(torch._dynamo.config.recompile_limit), seen.append)
@@ -111,28 +111,27 @@ def test_threads_that_compile_see_the_settings_of_who_starts_them() -> None:
     assert seen == [37]
 
 
-def test_what_a_user_sets_while_a_thread_compiles_stays() -> None:
+def test_what_a_user_sets_while_a_thread_compiles_stays_and_it_compiles_again() -> None:
     """Dynamo remembers settings of the process when it begins to trace, and sets them again at the end."""
-    from compiled_llm.compat.torch.process_settings import settings_left_alone
-
-    before, began, set_now = torch.get_default_dtype(), threading.Event(), threading.Event()
+    before, began, compiled = torch.get_default_dtype(), threading.Event(), list[str]()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        began.set()
-        assert set_now.wait(60)
+        if not began.is_set():
+            began.set()
+            while torch.get_default_dtype() == before:
+                time.sleep(0.001)
         return graph.forward
 
     def compile() -> None:
-        with settings_left_alone(), contextlib.suppress(AssertionError):  # Dynamo notices, and says so
-            torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+        torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+        compiled.append("compiled")
 
-    thread = threading.Thread(target=compile)
-    thread.start()
+    thread = CompilingThread(compile, lambda error: compiled.append(f"failed: {error}"))
     try:
         assert began.wait(60)
         torch.set_default_dtype(torch.float64)
-        set_now.set()
-        thread.join(60)
+        thread.wait()
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(before)
+    assert compiled == ["compiled"]

@@ -54,6 +54,11 @@ def settings_left_alone() -> Iterator[None]:
                     setattr(module, name, setter.own)
 
 
+def was_disturbed(error: BaseException) -> bool:
+    """Return whether Dynamo gave a trace up because another thread has changed a setting of the process meanwhile."""
+    return isinstance(error, AssertionError) and "state changed while dynamo tracing" in str(error)
+
+
 class _Setter:
     """Sets one of them for other threads."""
 

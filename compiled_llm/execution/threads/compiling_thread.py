@@ -13,12 +13,16 @@ from collections.abc import Callable
 from compiled_llm.compat.contexts import callers_context
 from compiled_llm.compat.forks import HomeProcess
 from compiled_llm.compat.torch.dynamo import reason_of
-from compiled_llm.compat.torch.process_settings import settings_left_alone
+from compiled_llm.compat.torch.process_settings import settings_left_alone, was_disturbed
 
 logger = logging.getLogger("compiled_llm.graphs")
 
 _TIME_TO_STOP = 2.0
 """Seconds that a thread has to stop before the process ends without it."""
+
+
+_ATTEMPTS = 3
+"""How often a thread compiles, as long as others change settings of the process meanwhile."""
 
 
 class CompilingThread:
@@ -36,10 +40,20 @@ class CompilingThread:
     def _run(self, compile: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
         try:
             with settings_left_alone():
-                compile()
+                self._compile(compile)
         except BaseException as error:  # any: the model may be anything. Answers go on without what it compiles
             if not self._interrupted:
                 failed(error)
+
+    @staticmethod
+    def _compile(compile: Callable[[], object]) -> None:
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                compile()
+                return
+            except AssertionError as error:
+                if not (left and was_disturbed(error)):
+                    raise
 
     @property
     def running(self) -> bool:
