@@ -83,7 +83,7 @@ class DecodeStep:
     def end(self) -> None:
         """Let the next step be made anew, from the rows that sit in the decode buffers; it keeps no model alive."""
         self._room = -math.inf  # whatever is given back
-        self._taps = ()  # they may hold the cache whose step this is
+        self._taps, self._drafting = (), None  # they may hold the cache whose step this is
         self._launch.release()
 
     def run(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> list[Arriving] | None:
