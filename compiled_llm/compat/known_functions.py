@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
@@ -117,6 +118,18 @@ def caller_of_inside(forward: Any) -> str | None:
             return f"{known.name} of {known.package}"
         forward = inner
     return None
+
+
+def has_its_own_forward(kind: type) -> bool:
+    """Return whether nobody has put another ``forward`` into a class, or the one it derives that from."""
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    return is_defined_in(owner.__module__, vars(owner)["forward"])
+
+
+def is_defined_in(module: str, function: Any) -> bool:
+    """Return whether a function or method was defined in a module; those around one copy its name, not its globals."""
+    found = sys.modules.get(module)
+    return found is not None and getattr(_function_of(function), "__globals__", None) is vars(found)
 
 
 def _function_of(forward: Any) -> Any:

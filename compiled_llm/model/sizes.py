@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.compat.torch.tensors import fake_tensors, is_wrapper
+from compiled_llm.compat.torch.tensors import is_wrapper
 from compiled_llm.kinds.kind import Layer
 from compiled_llm.model.classifiers import is_classifier
-from compiled_llm.model.restore import attributes_restored
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops import Geometry
-
-_widths: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 
 def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
@@ -58,26 +54,19 @@ def _packed_matrix(module: nn.Module) -> tuple[int, int] | None:
 
 def logits_width(model: PreTrainedModel) -> int:
     """Return V, how many logits a token has; of a classifier one for each label."""
-    head: Any = model.get_output_embeddings()
     if is_classifier(model):
         return int(model.config.num_labels or 0)
-    if head is None:
-        return int(model.config.get_text_config(decoder=True).vocab_size)
+    found = _outputs_of(model.get_output_embeddings())
+    return int(model.config.get_text_config(decoder=True).vocab_size) if found is None else found
+
+
+def _outputs_of(head: object) -> int | None:
+    """Return how many outputs a head has, by its weight or by what it says; None if neither tells."""
     weight: Any = getattr(head, "weight", None)
-    plain = type(weight) in (Tensor, nn.Parameter)  # others are packed, or no tensor at all: quantised
-    return int(weight.shape[0]) if plain else _width_of(model, head)
-
-
-def _width_of(model: PreTrainedModel, head: nn.Module) -> int:
-    """Run a head without a plain weight on a fake hidden state: once, until its layers change."""
-    layers = tuple((id(weight), weight.shape) for weight in head.parameters())
-    known, width = _widths.get(head, (None, 0))
-    if known != layers:
-        hidden = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
-        with attributes_restored(head), torch.inference_mode(False), torch.no_grad(), fake_tensors(head):
-            width = int(head(torch.empty(1, 1, hidden, dtype=model.dtype, device=model.device)).shape[-1])
-        _widths[head] = layers, width
-    return width
+    outputs = getattr(head, "out_features", None)
+    if type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point():  # others are packed, in any shape
+        return int(weight.shape[0])
+    return outputs if isinstance(outputs, int) else None
 
 
 def max_positions_of(model: PreTrainedModel) -> int:

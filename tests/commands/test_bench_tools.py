@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from compiled_llm.commands.bench.report import BenchReport
 from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.model.packed.part import formats_of
 from compiled_llm.model.version.tensors import tensors_of
 from support.docs.pages import CHECKOUT
 from support.ops.sampling_cases import tables_of
@@ -187,6 +188,17 @@ def test_all_of_a_random_packed_model_is_on_the_device(monkeypatch: pytest.Monke
             model = models.random_model("tiny", name, None, torch.bfloat16, torch.device("cuda"))
         held = [tensor for module in model.modules() for tensor in tensors_of(module)]
         assert {tensor.device.type for tensor in held} == {"cuda"}, name
+
+
+def test_a_random_packed_model_is_multiplied_by_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are read as the libraries' own."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    models: Any = importlib.import_module("quantised_models")
+    for name in models.FORMATS:
+        model = models.random_model("tiny", name, None, torch.bfloat16, torch.device("cpu"))
+        layers = [own for own, _ in model.named_modules() if own.endswith("_proj")]
+        counted = formats_of(model)
+        assert sum(counted.values()) == len(layers), (name, counted)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.whole), 32])

@@ -17,6 +17,8 @@ from torch.nn.functional import linear as product, pad
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
+from compiled_llm.model.packed.library_classes import LibraryClasses
+from compiled_llm.model.packed.readers import bitsandbytes, compressed_tensors, gptqmodel, torchao
 from compiled_llm_ops.packed.formats import NF4
 
 GROUP, BLOCK = 32, 64
@@ -368,6 +370,25 @@ def awq(linear: nn.Linear) -> nn.Module:
     layer.register_buffer("qweight", along_outputs(codes))
     layer.register_buffer("qzeros", along_outputs(zeros))
     return layer  # type: ignore[no-any-return]
+
+
+# ---- readers take these classes as their libraries'
+
+_CLASSES: list[tuple[LibraryClasses, type]] = [
+    *((classes, Linear4bit) for classes in (bitsandbytes.FOUR_BITS, bitsandbytes.PLAIN)),
+    *((classes, Linear8bitLt) for classes in (bitsandbytes.EIGHT_BITS, bitsandbytes.PLAIN)),
+    (compressed_tensors.PLAIN, CompressedLinear),
+    (gptqmodel.PACKED, PackedGroupedQuantLinear),
+    (gptqmodel.AWQ, AWQuantLinear),
+    *((gptqmodel.PLAIN, kind) for kind in (TorchLinear, AwqTorchLinear)),
+    *zip(
+        (classes for classes, _ in torchao.READERS),
+        (Int4Tensor, Int4TilePackedTo4dTensor, Int8Tensor, Float8Tensor),
+        strict=True,
+    ),
+]
+for _classes, _kind in _CLASSES:
+    _classes.add(_kind)
 
 
 PACK: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {

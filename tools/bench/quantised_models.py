@@ -1,6 +1,6 @@
 """Models with random weights of 4 and 8 bits: laid out as libraries do, or packed by a library itself."""
 
-# Classes here have the libraries' names, by which our readers know them, and no products of their own. Codes are drawn
+# Readers take the classes here for the libraries', and they have no products of their own. Codes are drawn
 # on the device, so that a model of 8B is made in seconds; what they stand for is about as large as trained weights are.
 
 from __future__ import annotations
@@ -18,18 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
+from compiled_llm.model.packed.readers import bitsandbytes, gptqmodel
 from compiled_llm_ops.packed.formats import NESTED_BLOCK, NESTED_CODES, NF4
 
 _DEVIATION = 0.02  # of what weights stand for
 _BLOCK, _GROUP, _NF4_BLOCK = 128, 128, 64
-
-
-class Int4Linear(nn.Linear):
-    """As compressed-tensors leaves a layer of ``pack-quantized``."""
-
-
-class Int8Linear(nn.Linear):
-    """As compressed-tensors leaves a layer of ``int-quantized``, with weights alone."""
 
 
 class Linear4bit(nn.Linear):
@@ -56,6 +49,14 @@ class AWQuantLinear(PackedGroupedQuantLinear):
 
 class AwqTorchLinear(AWQuantLinear):
     """With words along the outputs."""
+
+
+for _classes, _kind in (
+    *((_classes, Linear4bit) for _classes in (bitsandbytes.FOUR_BITS, bitsandbytes.PLAIN)),
+    *((gptqmodel.PACKED, PackedGroupedQuantLinear), (gptqmodel.AWQ, AWQuantLinear)),
+    *((gptqmodel.PLAIN, _kind) for _kind in (TorchLinear, AwqTorchLinear)),
+):
+    _classes.add(_kind)
 
 
 class Params4bit(nn.Parameter):
@@ -95,10 +96,11 @@ def _compressed(layer: nn.Linear, bits: int, strategy: str, **tensors: Tensor) -
 
 
 def _int4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Make what compressed-tensors leaves of a layer of ``pack-quantized``."""
     group = min(_GROUP, inputs)
     scales = torch.full((outputs, inputs // group), _DEVIATION / 4.6, dtype=dtype, device=device)
     with torch.device("meta"):
-        layer = Int4Linear(inputs, outputs, bias=False)
+        layer = nn.Linear(inputs, outputs, bias=False)
     shape = torch.tensor([outputs, inputs], device=device)
     packed = _codes(outputs, inputs // 8, torch.int32, device)
     return _compressed(layer, 4, "group", weight_packed=packed, weight_scale=scales, weight_shape=shape)
@@ -128,10 +130,11 @@ def _grouped(kind: Any, outputs: int, inputs: int, dtype: torch.dtype, **tensors
 
 
 def _int8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Make what compressed-tensors leaves of a layer of ``int-quantized``, with weights alone."""
     scales = torch.full((outputs, 1), _DEVIATION / 74, dtype=dtype, device=device)
     codes = _codes(outputs, inputs, torch.int8, device)
     with torch.device("meta"):
-        layer = Int8Linear(inputs, outputs, bias=False)
+        layer = nn.Linear(inputs, outputs, bias=False)
     return _compressed(layer, 8, "channel", weight=codes, weight_scale=scales)
 
 

@@ -1,4 +1,7 @@
-"""Undocumented parts of PEFT: where its LoRA layers keep adapters, each by name; this imports no PEFT."""
+"""Undocumented parts of PEFT: where its LoRA layers keep adapters, and which layers call their base alone.
+
+This imports no PEFT.
+"""
 
 # A LoRA layer has a dictionary for each thing that adapters have (matrices, scales, dropout), whose keys are names; the
 # layer's class lists most of these dictionaries. Its forward reads of them what the active adapters have, in their
@@ -8,10 +11,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+from compiled_llm.compat.known_functions import has_its_own_forward
 
 _LAYERS = "peft.tuners.lora.layer"
 _NOT_LISTED = ("lora_variant",)
@@ -43,6 +48,32 @@ def by_adapter(layer: Any) -> dict[str, Mapping[str, Any]]:
     names = (*layer.adapter_layer_names, *layer.other_param_names, *_NOT_LISTED)
     return {name: getattr(layer, name) for name in names}
 
+
+def bases_read(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield layers below adapters whose forward may do more with them than call them, each with the adapter."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    for module in () if tuners is None else model.modules():
+        if isinstance(module, tuners.BaseTunerLayer) and not _calls_its_base_alone(module):
+            yield module.get_base_layer(), module
+
+
+def _calls_its_base_alone(adapter: Any) -> bool:
+    """Whether an adapter's forward is known to read no weight of the layer below, and to write none."""
+    # DoRA, a variant, reads it, and a merged adapter is taken out of it by the first call after it was disabled.
+    known = (getattr(sys.modules.get(f"peft.tuners.{tuner}.layer"), name, None) for tuner, name in _CALL_THEIR_BASE)
+    kind, writes = type(adapter), adapter.disable_adapters and adapter.merged
+    own = kind.__module__.startswith("peft.") and has_its_own_forward(kind) and "forward" not in vars(adapter)
+    if writes or not own or not isinstance(adapter, tuple(filter(None, known))):
+        return False
+    reads_dtype = getattr(adapter, "is_feedforward", False) and kind.__module__ == "peft.tuners.ia3.layer"
+    return not (getattr(adapter, "lora_variant", None) or reads_dtype)
+
+
+# Ends when PEFT's layers say whether they read the weight below. Until then a kind that is missing here costs speed.
+_CALL_THEIR_BASE = (
+    *(("lora", "LoraLayer"), ("ia3", "IA3Layer"), ("randlora", "RandLoraLayer")),
+    *(("vera", "VeraLayer"), ("road", "RoadLayer")),
+)
 
 ACTIVE, ADAPTED = "_active_adapter", "base_layer"
 """The attribute of a LoRA layer with the names of active adapters, and the one with the layer below."""

@@ -15,8 +15,10 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.tensors import version_of
+from compiled_llm.compat.training.peft import bases_read
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.model.packed.groups import are_one, can_be_one, copied_bytes, fuse, lay_out, separate
+from compiled_llm.model.packed.library_classes import LibraryClasses
 from compiled_llm.model.packed.readers import (
     bitsandbytes,
     compressed_tensors,
@@ -187,7 +189,7 @@ class _Readings:
     # Tables that were made of the library's stay where they are then, and CUDA graphs that read them.
 
     def __init__(self) -> None:
-        self._known: dict[nn.Module, tuple[list[tuple[int, int]], Found]] = {}
+        self._known: dict[nn.Module, tuple[list[tuple[object, ...]], Found]] = {}
 
     def forget(self) -> None:
         self._known = {}
@@ -208,6 +210,10 @@ class _Readings:
                     new += [(name, table) for table in _tables(said)]
                 if said is not None:  # to read another module again takes no longer than to look at its tensors
                     self._known[module], found[module] = (_state(module), said), (name, said)
+            for base, adapter in bases_read(model):
+                if base in found and isinstance(said := found[base][1], ReadWeight):
+                    why = f"{torch.typename(adapter)} around it may read its weight"
+                    found[base] = found[base][0], Stays(str(said.weight.format), why)
             try:
                 _check_finite(model, new)
             except UnsupportedModelError:
@@ -236,10 +242,11 @@ def formats_of(model: PreTrainedModel) -> dict[str, int]:
     return dict(Counter(str(said.weight.format) for _, said in found if isinstance(said, ReadWeight)))
 
 
-def _state(module: nn.Module) -> list[tuple[int, int]]:
+def _state(module: nn.Module) -> list[tuple[object, ...]]:
     """Return what a write to a module's tensors changes, another place of theirs, and another ``forward``."""
+    kind = type(module)
     return [
-        (id(type(module)), "forward" in vars(module)),
+        (kind, kind.forward, vars(module).get("forward")),
         *((Tensor.data_ptr(own), 0 if own.is_inference() else version_of(own)) for own in tensors_of(module)),
     ]
 
@@ -247,18 +254,24 @@ def _state(module: nn.Module) -> list[tuple[int, int]]:
 def _read(module: nn.Module, dtype: torch.dtype) -> Found:
     """Return what the first reader says that knows a module; one that it cannot make out stays with its library."""
     try:
-        said: Found = next(filter(None, (reader.read(module) for reader in _READERS)), None)
+        said, plain = _first_said(module)
         if isinstance(said, ReadWeight):
             check_weight("wrap", said.weight)
             said = as_parameters(said)
-    except (AttributeError, TypeError, ValueError) as error:  # the library may be another version
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # the library may be another version
         return Stays(torch.typename(module), f"it is not as its reader knows it: {error}")
     if not isinstance(said, ReadWeight):
         return said
-    if "forward" in vars(module) and not hasattr(module, "quantization_scheme"):
-        return Stays(str(said.weight.format), "its forward was replaced")
-    lacks = why_no_kernel(said.weight, dtype, said.weight.codes.device)
-    return said if lacks is None else Stays(str(said.weight.format), lacks)
+    why = plain.why_another(module) or why_no_kernel(said.weight, dtype, said.weight.codes.device)
+    return said if why is None else Stays(str(said.weight.format), why)
+
+
+def _first_said(module: nn.Module) -> tuple[Found, LibraryClasses]:
+    """Return what the first reader says that knows a module, and the classes whose products it stands for."""
+    for reader in _READERS:
+        if (said := reader.read(module)) is not None:
+            return said, reader.PLAIN
+    return None, others.PLAIN
 
 
 def _check_all_read(found: Mapping[nn.Module, tuple[str, ReadWeight | Stays]]) -> None:

@@ -31,11 +31,6 @@ Found: TypeAlias = ReadWeight | Stays | None
 """What a reader says of a module; None if it is no module of its library, or has no weight of fewer bits."""
 
 
-def is_a(value: object, *names: str) -> bool:
-    """Whether the class of an object, or one that it derives from, has one of these names."""
-    return any(kind.__name__ in names for kind in type(value).__mro__)
-
-
 def as_parameters(read: ReadWeight) -> ReadWeight:
     """Return what was read as parameters over the same memory: no views of others, which would stay alive with them."""
     # A trial forward copies all tensors that it may write to: those that are no parameters.
@@ -54,7 +49,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 def bias_of(module: nn.Module) -> Tensor | None:
     """Return a module's bias as programs read it."""
-    bias: Tensor | None = getattr(module, "bias", None)
+    bias = module._parameters.get("bias", module._buffers.get("bias"))
     return None if bias is None else bias.detach()
 
 

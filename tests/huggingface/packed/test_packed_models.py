@@ -17,9 +17,11 @@ import compiled_llm
 from compiled_llm.compat.torch.tensors import is_wrapper
 from compiled_llm.model.sizes import matrix_bytes, weights_of_a_layer
 from compiled_llm.model.version.tensors import tensors_of
+from support import packed_layers
 from support.huggingface.pairs import OPTIONS
 from support.packed_layers import (
     PACK,
+    CompressedLinear,
     Float8Tensor,
     Linear4bit,
     MatmulLtState,
@@ -110,35 +112,32 @@ def test_a_packed_layer_has_as_many_weights_as_unpacked_and_the_bytes_that_it_ha
     assert 0.1 < share < (16 if "tiles" in name else 0.7)  # tiles are filled up to 1,024 inputs
 
 
-def test_packed_false_leaves_all_to_the_library() -> None:
+def test_packed_false_leaves_all_to_the_library(called: list[torch.Tensor]) -> None:
     own = packed(bnb_nf4)
-    called = noted(own)
     wrapped(own, packed=False)
     answer(own)
     assert called
     assert weights_of(own) == {}
 
 
-def noted(own: Any) -> list[nn.Module]:
-    """Return a list that gets the library's modules as they are called."""
-    called: list[nn.Module] = []
-    for module in own.modules():
-        if hasattr(module, "stands_for"):
-            original = type(module).forward
-            module.__class__ = type(
-                type(module).__name__,
-                (type(module),),
-                {"forward": lambda self, input, original=original: (called.append(self), original(self, input))[1]},
-            )
-    return called
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The inputs of the library's products, as they are made."""
+    inputs, product = list[torch.Tensor](), packed_layers.product
+
+    def noted(input: torch.Tensor, *others: Any) -> torch.Tensor:
+        inputs.append(input)
+        return product(input, *others)
+
+    monkeypatch.setattr(packed_layers, "product", noted)
+    return inputs
 
 
 # ---- the user's model
 
 
-def test_the_model_is_what_it_was_for_everybody_else() -> None:
+def test_the_model_is_what_it_was_for_everybody_else(called: list[torch.Tensor]) -> None:
     own = packed()
-    called = noted(own)
     modules, state = dict(own.named_modules()), {name: tensor.clone() for name, tensor in own.state_dict().items()}
     attributes = {name: dict(vars(module)) for name, module in modules.items()}
     wrapped(own)
@@ -331,6 +330,69 @@ def test_a_forward_that_is_replaced_in_a_packed_layer_counts_until_it_is_taken_a
     else:
         layer.__class__ = kind
     assert torch.equal(answer(own), before)
+
+
+class TwiceLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class TwiceLinear4bit(Linear4bit):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(("kind", "pack"), [(TwiceLinear, ao_int8), (TwiceLinear4bit, bnb_nf4)])
+def test_a_layer_of_its_own_class_runs_its_own_forward(kind: type[nn.Module], pack: Any) -> None:
+    """From the first on, and where its class is replaced later."""
+    own, other = packed(pack), unpacked_model(packed(pack))
+    own.model.layers[0].mlp.down_proj.__class__ = kind
+    other.model.layers[0].mlp.down_proj.__class__ = TwiceLinear
+    assert torch.equal(answer(wrapped(own)), answer(other))
+    own.model.layers[1].self_attn.q_proj.__class__ = kind
+    other.model.layers[1].self_attn.q_proj.__class__ = TwiceLinear
+    assert torch.equal(answer(own), answer(other))
+    ours, left = weights_of(own).items()
+    assert (ours[1], left[1]) == (LAYERS - 2, 2)
+    assert left[0].endswith(f": its library ({torch.typename(kind)} is a class of its own)")
+
+
+def test_a_forward_that_is_put_into_the_library_s_class_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = packed(bnb_nf4), unpacked_model(packed(bnb_nf4))
+    assert torch.equal(answer(wrapped(own)), answer(other))
+    original = Linear4bit.forward
+    monkeypatch.setattr(Linear4bit, "forward", lambda self, input: 2 * original(self, input))
+    for layer in other.model.layers.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = TwiceLinear
+    assert torch.equal(answer(own), answer(other))
+    assert [*weights_of(own).values()] == [LAYERS]
+    assert "nf4-g64: its library (its forward was replaced)" in weights_of(own)
+
+
+class PackedLate(Linear4bit):
+    """Gives its weight other memory in each call, as those of libraries do that unpack it, or pack it anew."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data.clone()
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("pack", "kind"), [(bnb_nf4, Linear4bit), (bnb_nf4, PackedLate), (ct_packed, CompressedLinear)]
+)
+def test_a_packed_head_keeps_its_weights(pack: Any, kind: type[nn.Module]) -> None:
+    own = packed_model(model(), pack, head=True)
+    expected, before = answer(unpacked_model(own)), {name: weight.clone() for name, weight in own.named_parameters()}
+    own.lm_head.__class__ = kind
+    out = wrapped(own).generate(
+        **PROMPTS, max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, expected)
+    assert {logits.shape[-1] for logits in out.logits} == {128}
+    compiled_llm.unwrap(own)
+    assert all(torch.equal(weight, before[name]) for name, weight in own.named_parameters())
+    assert torch.equal(answer(own), expected)
 
 
 def test_a_plain_layer_in_the_place_of_a_packed_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,60 @@ STAYS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
         lambda linear: with_weight(linear, linear.weight.detach().to(torch.float8_e5m2)),
     ),
 }
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_a_layer_of_its_own_class_or_with_another_forward_stays_with_its_library(
+    name: str, linear: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards that call the library's, and have its name: they may do anything besides."""
+    module = PACK[name][1](linear)
+    kind = type(module)
+    original = kind.forward
+
+    @functools.wraps(original)
+    def doubled(self: nn.Module, input: Tensor) -> Tensor:
+        twice: Tensor = 2 * original(self, input)
+        return twice
+
+    def stays() -> bool:
+        return isinstance(read(module), Stays)
+
+    module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    assert stays()
+    module.__class__ = kind
+    module.forward = doubled.__get__(module)
+    assert stays()
+    del module.forward
+    monkeypatch.setattr(kind, "forward", doubled)
+    assert stays()
+    monkeypatch.undo()
+    assert isinstance(read(module), ReadWeight)
+
+
+@pytest.mark.parametrize("name", ["Linear4bit", "Linear8bitLt", "FP8Linear", "PackedGroupedQuantLinear", "Linear"])
+def test_a_class_is_no_library_s_for_its_name(name: str, linear: nn.Linear) -> None:
+    """As those of PEFT's adapters, whose weight is that of the layer below."""
+    kind: Any = type(name, (nn.Module,), {"weight": property(lambda self: self.base_layer.weight), "bias": None})
+    for pack in (bnb_nf4, bnb_int8, fp8_blocks, gptq, ao_int8):
+        adapter = kind()
+        adapter.base_layer = pack(linear)
+        assert read(adapter) is None
+
+
+class AdapterOfLinear(nn.Linear):
+    """As that of PEFT's RandLora."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.base_layer = base_layer
+
+    weight = property(lambda self: self.base_layer.weight)  # type: ignore[assignment]
+
+
+def test_a_weight_counts_where_it_is_owned(linear: nn.Linear) -> None:
+    for pack in (ao_int8, ao_int4, intx):
+        assert read(AdapterOfLinear(pack(linear))) is None
 
 
 def with_weight(linear: nn.Linear, weight: Tensor) -> nn.Module:

@@ -10,19 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of, is_a
+from compiled_llm.model.packed.library_classes import LibraryClasses
+from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of
 from compiled_llm_ops.packed.formats import NESTED_BLOCK, NESTED_CODES, NF4, PackedFormat, PackedWeight
+
+FOUR_BITS = LibraryClasses("bitsandbytes.nn.Linear4bit")
+EIGHT_BITS = LibraryClasses("bitsandbytes.nn.Linear8bitLt")
+PLAIN = LibraryClasses(*FOUR_BITS.places, "bitsandbytes.nn.LinearNF4", *EIGHT_BITS.places)
 
 
 def read(module: nn.Module) -> Found:
     """Read a module; the scales' own scales are copied, and those of eight bits, a number for each output."""
-    if is_a(module, "Linear4bit"):
+    if FOUR_BITS.have(module):
         return _four_bits(module)
-    return _eight_bits(module) if is_a(module, "Linear8bitLt") else None
+    return _eight_bits(module) if EIGHT_BITS.have(module) else None
 
 
 def _four_bits(module: Any) -> Found:
-    weight = module.weight
+    weight = module._parameters["weight"]
     state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
     if state is None:
         return Stays("4 bits of bitsandbytes", "its weight is not packed yet")
@@ -55,7 +60,7 @@ def _nested(state: Any) -> Tensor | str:
 
 
 def _eight_bits(module: Any) -> Found:
-    weight, state = module.weight, module.state
+    weight, state = module._parameters["weight"], module.state
     if state.has_fp16_weights:
         return Stays("int8", "its weight is rounded in each call")
     if state.threshold:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compiled_llm.model.packed.library_classes import LibraryClasses
 from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of, inputs_of_a_scale, numbers_in
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 
+PLAIN = LibraryClasses("torch.nn.Linear", forwards=["compressed_tensors.quantization.lifecycle.forward"])
 _BITS = (4, 8)
 
 

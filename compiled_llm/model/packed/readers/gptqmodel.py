@@ -9,26 +9,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of, inputs_of_a_scale, is_a, numbers_in
+from compiled_llm.model.packed.library_classes import LibraryClasses
+from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of, inputs_of_a_scale, numbers_in
 from compiled_llm_ops.packed.formats import WORD_OUTPUTS, PackedFormat, PackedWeight
 
-_GPTQ = ("TorchLinear", "TorchFusedLinear", "TritonV2Linear")
-_AWQ = ("AwqTorchLinear", "AwqGEMMLinear", "AwqGEMMTritonLinear")
+_LAYERS = "gptqmodel.nn_modules.qlinear"
+PACKED = LibraryClasses(f"{_LAYERS}.PackedGroupedQuantLinear")
+AWQ = LibraryClasses(f"{_LAYERS}.AWQuantLinear")
+PLAIN = LibraryClasses(
+    f"{_LAYERS}.torch.TorchLinear",
+    f"{_LAYERS}.torch_fused.TorchFusedLinear",
+    f"{_LAYERS}.tritonv2.TritonV2Linear",
+    f"{_LAYERS}.torch_awq.AwqTorchLinear",
+    f"{_LAYERS}.gemm_awq.AwqGEMMLinear",
+    f"{_LAYERS}.gemm_awq_triton.AwqGEMMTritonLinear",
+)
 
 
 def read(module: nn.Module) -> Found:
     """Read a module; zeros of its groups are copied, a byte for each."""
-    if not is_a(module, "PackedGroupedQuantLinear"):
+    if not PACKED.have(module):
         return None
     layer: Any = module
-    name, kind = f"{layer.bits} bits of {'AWQ' if is_a(module, 'AWQuantLinear') else 'GPTQ'}", type(module).__name__
-    if kind not in _GPTQ + _AWQ:
-        return Stays(name, f"{kind} lays its weight out in a way of its own")
+    name, kind = f"{layer.bits} bits of {'AWQ' if AWQ.have(module) else 'GPTQ'}", type(module)
+    if kind not in PLAIN.found():
+        return Stays(name, f"{kind.__name__} lays its weight out in a way of its own")
     if layer.pack_dtype != torch.int32 or getattr(layer, "planar", False):
         return Stays(name, "words of this kind have no reader")
     if getattr(layer, "adapter", None) is not None:
         return Stays(name, "it has an adapter of GPTQModel")
-    return _along_outputs(layer, name) if kind in _AWQ else _along_inputs(layer, name)
+    return _along_outputs(layer, name) if AWQ.have(module) else _along_inputs(layer, name)
 
 
 def _along_inputs(layer: Any, name: str) -> Found:

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compiled_llm.model.packed.library_classes import LibraryClasses
 from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of, inputs_of_a_scale
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
+
+PLAIN = LibraryClasses("torch.nn.Linear")
 
 
 def read(module: nn.Module) -> Found:
     """Read a module; nothing of its weight is copied."""
-    weight: Any = getattr(module, "weight", None)
+    weight: Any = module._parameters.get("weight")
     if not (isinstance(module, nn.Linear) and type(weight).__module__.startswith("torchao.")):
         return None
-    reader = _READERS.get(type(weight).__name__)
+    reader = next((reader for classes, reader in READERS if type(weight) in classes.found()), None)
     if reader is None:
         return Stays(type(weight).__name__, "has no reader")
     if getattr(weight, "act_pre_scale", None) is not None:
@@ -76,9 +79,10 @@ def _shape(weight: Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-_READERS: dict[str, Callable[[Any], PackedWeight | Stays]] = {
-    "Int4Tensor": _int4,
-    "Int4TilePackedTo4dTensor": _int4_tiles,
-    "Int8Tensor": _int8,
-    "Float8Tensor": _float8,
-}
+READERS: list[tuple[LibraryClasses, Callable[[Any], PackedWeight | Stays]]] = [
+    (LibraryClasses("torchao.quantization.Int4Tensor"), _int4),
+    (LibraryClasses("torchao.quantization.Int4TilePackedTo4dTensor"), _int4_tiles),
+    (LibraryClasses("torchao.quantization.Int8Tensor"), _int8),
+    (LibraryClasses("torchao.quantization.Float8Tensor"), _float8),
+]
+"""By the class of a weight."""

@@ -7,22 +7,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of, is_a
+from compiled_llm.model.packed.library_classes import LibraryClasses
+from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, bias_of
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
+
+PLAIN = LibraryClasses("transformers.integrations.finegrained_fp8.FP8Linear")
 
 
 def read(module: nn.Module) -> Found:
     """Read a module; the scales of e8m0 become float32, a table of a number for each block."""
-    if not is_a(module, "FP8Linear"):
+    if not PLAIN.have(module):
         return None
     layer: Any = module
-    weight, scales, blocks = layer.weight, layer.weight_scale_inv, layer.block_size
+    weight, scales, blocks = module._parameters["weight"], layer.weight_scale_inv, layer.block_size
+    assert weight is not None, "the class always has one"
     if weight.element_size() > 1:
         return None  # it multiplies as any linear layer does
     if weight.dtype != torch.float8_e4m3fn:
         return Stays(f"fp8 {weight.dtype}", "weights of FP4 have no reader")
-    if is_a(module, "FP8GroupedLinear"):
-        return Stays("fp8", "its products are of groups of inputs")
     if layer.activation_scheme != "dynamic":
         return Stays("fp8", "scales of activations are static")
     table = scales.detach()
