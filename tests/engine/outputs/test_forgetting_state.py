@@ -25,6 +25,7 @@ from engine.outputs.test_logprobs import huggingfaces_scores
 from engine.test_engine import some_prompts, tiny, wrapped
 from support.engine import tiny_engines
 from support.engine.text_tokenizers import byte_level
+from support.execution.batches import let_a_cpu_capture_sampling
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 
 WINDOW, TOKENS, END = 3, 14, 1
@@ -72,6 +73,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Steps run as they are, or as launches that are captured and replayed."""
     if request.param == "captured":
         let_a_cpu_capture(monkeypatch)
+        let_a_cpu_capture_sampling(monkeypatch)
 
 
 @pytest.mark.parametrize("options", [{}, {"mixed": True}], ids=["two launches", "mixed"])
@@ -96,7 +98,9 @@ def test_scores_beside_masks_that_each_step_writes(window: LastTokens, steps: No
     letters = StructuredOutputsParams(regex="[a-z]*")
     params = [SamplingParams(**STRONG, **SHARED, seed=seed, structured_outputs=own) for own in (letters, None, letters)]
     model = tiny_engines.wrapped(6000, tiny_engines.tiny(eos_token_id=END, vocab_size=404))
-    with Engine(model, tokenizer=tokenizer, logprobs_mode="processed_logprobs") as engine:
+    with Engine(model, tokenizer=tokenizer, logprobs_mode="processed_logprobs", max_num_seqs=4) as engine:
+        model_runner = model.compiled.model_runner()
+        model_runner.thread.call(model_runner.prepare_deferred, (1, 2))  # what it captures writes the masks, too
         outputs = engine.generate(some_prompts(len(params), seed, longest=20), params)
     allowed = [token for token in range(len(tokenizer)) if re.fullmatch("[a-z]+", tokenizer.decode([token]))]
     for own, output in zip(params, outputs, strict=True):
