@@ -140,7 +140,7 @@ class _Group:
         self._names: Tensor | None = None  # ``[R * K]`` int64, likewise
 
     def copy_noted(self, model_runner: ModelRunner) -> None:
-        """Copy what rows with logit adjustments have noted, before it has the next tokens; without waiting."""
+        """Copy what the requests' rows have noted before their next tokens, if logits are adjusted; without waiting."""
         if self._kinds:
             state = model_runner.state
             (slots,) = state.staging.to_device([state.slots.of(self._own(self.rows), len(self.requests))])
