@@ -101,6 +101,10 @@ class Tap:
         # ``spans`` say whose tokens these are, in order; padding may follow. The same object stands for the same rows.
         # ``later`` tokens of its row come between each span and the tokens.
 
+    def sampling(self, rows: Sequence[Row]) -> None:
+        """Look at rows just before their tokens are sampled: the next call of ``sampled`` with these rows has them."""
+        # Sampling notes each token, by which a state may forget others. What was noted before is to be had here alone.
+
     def sampled(self, step: StepOutput) -> None:
         """Look at a launch's own step, while its logits are what they are."""
         # Of rows whose sampling is deferred once their tokens are sampled; of the others of the launch before.

@@ -202,6 +202,7 @@ class ModelRunner:
                 if batch.tokens is not None:
                     self.decode_buffers.feed(len(rows), launch.key, batch.tokens)
                 self.state.arena.flush()
+                persistent.deferred.begin(rows, batch.taps)
                 outputs = launch()
             except BaseException:  # the decode buffers may have advanced
                 persistent.discard_after_failure(rows)
@@ -245,20 +246,21 @@ class ModelRunner:
     def _extend(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         if batch.mixed:
             batch = self._as_one_launch(batch)
-        rows = _rows(batch.extend)
+        rows, ending = _rows(batch.extend), _rows([extension for extension in batch.extend if extension.is_last])
         persistent.invalidate_rows(rows)
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent) if batch.decode else None
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
+            persistent.deferred.begin(ending, batch.taps)
             try:
                 logits, tokens, _ = self.prefill.run(batch.extend, exact=persistent.exact, taps=batch.taps)
             except BaseException:
                 if batch.mixed:  # it may have sampled tokens of rows that go on
                     persistent.discard_after_failure(rows)
                 raise
-        extended = StepOutput(_rows([extension for extension in batch.extend if extension.is_last]), logits, tokens)
+        extended = StepOutput(ending, logits, tokens)
         persistent.record_sampled(extended)
         if extended.rows:
             persistent.deferred.add(extended, batch.taps)
@@ -309,6 +311,7 @@ class ModelRunner:
         slots, positions = state.staging.to_device(
             [state.slots.of(rows, len(rows)), np.array([row.exact_position for row in rows], dtype=np.int64)]
         )
+        persistent.deferred.begin(rows, taps)
         step = StepOutput(rows, logits, sample(logits, slots, positions, state.slots.tables))
         persistent.record_sampled(step)
         return persistent.deferred.add(step, taps)

@@ -128,7 +128,11 @@ FEATURES = {
     "log-probabilities": Feature(
         "logprob",
         ("compiled_llm/engine/logprobs",),  # the op stays, which others may call
-        ("engine/outputs/test_logprobs.py", "engine/outputs/test_named_logprobs.py"),
+        (
+            "engine/outputs/test_forgetting_state.py",
+            "engine/outputs/test_logprobs.py",
+            "engine/outputs/test_named_logprobs.py",
+        ),
         'compiled_llm/features.py: "logprobs": ',
         asks="Engine(model()).submit([5], SamplingParams(logprobs=1))",
     ),

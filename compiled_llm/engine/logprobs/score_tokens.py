@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import SamplingTables
-from compiled_llm_ops import COUNTED, top_logprobs
-from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
-from compiled_llm_ops.sampling.sampling import Filters, SampleTokens, filtered
+from compiled_llm_ops import top_logprobs
+from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Noted, Places, adjusted
+from compiled_llm_ops.sampling.sampling import Filters, filtered
 
 _AT_ONCE = 2**24
 """Numbers of ``[R, V]`` float32 that are sorted together."""
@@ -24,13 +24,20 @@ _AT_ONCE = 2**24
 class SampledDraws(NamedTuple):
     """The draws by which R rows have sampled their tokens."""
 
-    # ``slots`` and ``positions``, of the sampled tokens, are ``[R]`` int64; ``counts`` of the tables has these tokens
-    # already; ``kinds`` are the logit adjustments of all rows, or-ed together.
+    # ``slots`` and ``positions``, of the sampled tokens, are ``[R]`` int64; ``kinds`` are the logit adjustments of all
+    # rows, or-ed together. ``noted`` was copied before the tokens were sampled: the tables have noted them since. It is
+    # None if ``kinds`` is 0.
 
     slots: Tensor
     positions: Tensor
     tables: SamplingTables
     kinds: int
+    noted: Noted | None
+
+    def part(self, some: slice) -> SampledDraws:
+        """Return those of some rows."""
+        noted = None if self.noted is None else self.noted.part(some)
+        return self._replace(slots=self.slots[some], positions=self.positions[some], noted=noted)
 
 
 class ScoredTokens(NamedTuple):
@@ -87,8 +94,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, others: int | Tensor, draws: Sa
         some = slice(start, start + rows)
         scores = logits[some]
         if draws is not None:
-            places = draws._replace(slots=draws.slots[some], positions=draws.positions[some])
-            scores = processed(scores, tokens[some], places)
+            scores = processed(scores, draws.part(some))
         parts.append(_numbers(scores, tokens[some], others if isinstance(others, int) else others[some]))
     return torch.cat(parts).view(-1)
 
@@ -108,26 +114,18 @@ def _named(scores: Tensor, named: Tensor) -> Tensor:
     return torch.cat([own.view(torch.int32), torch.cat(ranks, dim=1).int() + 1], dim=1)
 
 
-def processed(logits: Tensor, tokens: Tensor, draws: SampledDraws) -> Tensor:
+def processed(logits: Tensor, draws: SampledDraws) -> Tensor:
     """Return ``[R, V]`` float32 scores that rows have sampled from, -inf for tokens left out; without waiting."""
     # It keeps the tokens that ``sample_tokens`` keeps: those as likely as the last one are kept, too. A row that takes
     # the most likely token keeps all.
-    slots, positions, tables, kinds = draws
+    slots, positions, tables, kinds, noted = draws
     given = tables.arguments(logits, tables.seed, slots, positions)
     scores = logits.float()
     if kinds:
-        counts = _counts_before(given, tokens)
-        scores = adjusted(logits, Places(slots, positions), AdjustmentTables.of(given), counts, kinds)
+        assert noted is not None, "a tap copies it before the tokens are sampled"
+        scores = adjusted(logits, Places(slots, positions), AdjustmentTables.of(given), noted, kinds)
     temperature = given.temperature[slots]
     greedy = temperature == 0
     scores = scores / torch.where(greedy, 1.0, temperature)[:, None]
     kept = filtered(scores, Filters.of(given, slots))
     return torch.where(greedy[:, None], scores, kept)
-
-
-def _counts_before(given: SampleTokens, tokens: Tensor) -> Tensor:
-    """Return ``[R, V]`` int16, the rows' counts before they sampled ``tokens``."""
-    counts, at = given.counts[given.slots], tokens.clamp(min=0)[:, None]
-    after = counts.gather(1, at)
-    counted = (given.adjustments[given.slots] & COUNTED != 0)[:, None] & (tokens >= 0)[:, None] & (after > 1)
-    return counts.scatter(1, at, torch.where(counted, after - 2, after))

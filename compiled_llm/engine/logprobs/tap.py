@@ -23,6 +23,7 @@ from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
+from compiled_llm_ops.sampling.adjustments import Noted
 
 NAME = "logprobs"
 """By which a request has its ``RequestLogprobs``."""
@@ -96,6 +97,11 @@ class Watch(PromptWatch):
         self.prompts = {request.running_row: request.part(NAME) for request in scored}
         self._groups: dict[Row, tuple[Sequence[Row], list[_Group]]] = {}  # by the first row of a launch, with all rows
 
+    def sampling(self, rows: Sequence[Row]) -> None:
+        if self._processed:
+            for group in self._groups_of(rows):
+                group.copy_noted(self._model_runner)
+
     def sampled(self, step: StepOutput) -> None:
         if step.logits is None:
             return
@@ -129,8 +135,16 @@ class _Group:
         at = [place for place, row in enumerate(rows) if row in wanting]
         self._at = None if len(at) == len(rows) else np.array(at, dtype=np.int64)
         self._kinds = _kinds(self.requests) if processed else None
+        self._noted: Noted | None = None  # by the requests' rows, before the tokens of the step that is under way
         self._there: Tensor | None = None  # on the device, once they have been uploaded
         self._names: Tensor | None = None  # ``[R * K]`` int64, likewise
+
+    def copy_noted(self, model_runner: ModelRunner) -> None:
+        """Copy what the requests' rows have noted before their next tokens, if logits are adjusted; without waiting."""
+        if self._kinds:
+            state = model_runner.state
+            (slots,) = state.staging.to_device([state.slots.of(self._own(self.rows), len(self.requests))])
+            self._noted = Noted.of(state.slots.tables, slots)
 
     def compute(self, model_runner: ModelRunner, step: StepOutput) -> Tensor:
         logits, tokens = step.logits if self._kinds is None or step.processed is None else step.processed, step.tokens
@@ -155,13 +169,16 @@ class _Group:
         each: Tensor = names.repeat_interleave(tokens // len(names), dim=0)
         return each
 
+    def _own(self, all_rows: Sequence[Row]) -> Sequence[Row]:
+        return all_rows if self._at is None else [all_rows[place] for place in self._at]
+
     def _draws(self, model_runner: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
         """Return how the rows were sampled: of each step, since slots and positions change."""
-        state = model_runner.state
-        rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
+        state, rows = model_runner.state, self._own(all_rows)
+        noted, self._noted = self._noted, None
         positions = np.array([row.exact_position for row in rows], dtype=np.int64)
         slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
-        return SampledDraws(slots, at, state.slots.tables, kinds)
+        return SampledDraws(slots, at, state.slots.tables, kinds, noted)
 
 
 def _padded(named: Sequence[Sequence[int]], most: int) -> NDArray[np.int64]:

@@ -111,18 +111,19 @@ class DecodeStep:
 
     def launch(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> StepOutput:
         """Launch it, in the executor, for rows that feed in one token each, or guesses; captures may go on then."""
-        launch = self._launch
+        launch, taps = self._launch, batch.taps
         try:
             if batch.tokens is not None:
                 self._feed(batch.tokens)
             if self._arena.written:  # mostly nothing is due, and a call takes longer than a look
                 self._arena.flush()
+            if taps:
+                self._deferred_sampling.begin(self.rows, taps)
             outputs = launch()
             if not launch.replays:
                 self.output = self._of_rows(outputs)
             with deferred():
                 self._accept(self._new) if self._accepts else self._advance()
-            taps = batch.taps
             if taps:
                 self._show(taps)
         except BaseException:

@@ -92,6 +92,12 @@ class DeferredSampling:
 
     # ---- add
 
+    def begin(self, rows: Sequence[Row], taps: Sequence[Tap]) -> None:
+        """Let the taps look at the rows, with slots, of a launch that samples now, before it does; ``add`` follows."""
+        if taps and (now := self._division(rows).plain if self.deferring else rows):
+            for tap in taps:
+                tap.sampling(now)
+
     def add(self, step: StepOutput, taps: Sequence[Tap], each: int = 1) -> StepOutput:
         """Keep the logits of rows that are sampled later, show the others to the taps, and return the step."""
         # The step has ``each`` logits of every row, the first of which are those of the row's next token.
@@ -153,6 +159,9 @@ class DeferredSampling:
             masked = masks is not None and new is not None and masks.rows == rows and len(new[0]) == len(rows)
             launch = self._steps.ready(StepKey.sampling(self._steps.decode_of(len(rows)).rows, masked))
         kept = self._graphs.kept(self, len(rows))
+        for part in self.unsampled:
+            for tap in part.taps:
+                tap.sampling(part.rows)
         if launch is not None and launch.replays and kept is not None:
             step = self._replayed(launch, rows, new)
         else:

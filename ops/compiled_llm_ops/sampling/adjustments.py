@@ -28,11 +28,31 @@ class AdjustmentTables(NamedTuple):
     frequency_penalty: Tensor
     allowed: Tensor
     biases: Tensor
-    recent: Tensor
 
     @classmethod
     def of(cls, tables: Any) -> AdjustmentTables:
         return cls(*(getattr(tables, name) for name in cls._fields))
+
+
+class Noted(NamedTuple):
+    """What rows have noted of the tokens before the one that is sampled: the tables that ``sample_tokens`` writes.
+
+    Logits are adjusted by what was noted before the token. Who adjusts them again, to score it, copies this before it
+    is sampled: a state may forget (a window of tokens loses the first one), and then nothing leads back from what it is
+    afterwards.
+    """
+
+    counts: Tensor  # ``[R, V]`` int16
+    recent: Tensor  # ``[R, MAX_FOLLOWED + 1]`` int32
+
+    @classmethod
+    def of(cls, tables: Any, slots: Tensor) -> Noted:
+        """Copy what rows have in their ``slots`` ``[R]`` int64 of tables that are named as the fields."""
+        return cls(*(getattr(tables, name)[slots] for name in cls._fields))
+
+    def part(self, some: slice) -> Noted:
+        """Return that of some rows."""
+        return Noted(*(table[some] for table in self))
 
 
 class Places(NamedTuple):
@@ -46,7 +66,7 @@ def adjusted(
     logits: Tensor,
     places: Places,
     tables: AdjustmentTables,
-    counts: Tensor,
+    noted: Noted,
     kinds: int,
     before: Tensor | None = None,
 ) -> Tensor:
@@ -54,12 +74,13 @@ def adjusted(
 
     ``before`` ``[R, n]`` int64 are the tokens before that the tables lack, the latest first, -1 for none.
     """
+    counts = noted.counts
     if before is not None:
         for token in before.T:
             counts = counts.scatter(1, token.clamp(min=0)[:, None], _counted_once_more(counts, token)[:, None])
     scores, adjustments = logits.float(), tables.adjustments[places.slots][:, None]
     if kinds >= BIASED:
-        scores = _biased(scores, places, tables, adjustments, followed(kinds), before)
+        scores = _biased(scores, places, tables, noted.recent, adjustments, followed(kinds), before)
     if kinds & COUNTED:
         scores = _penalised(scores, places.slots[:, None], tables, adjustments, counts)
     if kinds & CLEANED:
@@ -80,6 +101,7 @@ def _biased(
     scores: Tensor,
     places: Places,
     tables: AdjustmentTables,
+    recent: Tensor,
     adjustments: Tensor,
     furthest: int,
     before: Tensor | None,
@@ -89,7 +111,7 @@ def _biased(
     exists = (torch.arange(tokens.shape[1], device=tokens.device) < adjustments // BIASED) & (tokens < scores.shape[1])
     holds = exists & (first <= positions) & (positions < end)
     for back, wanted in enumerate(after[:furthest], start=1):
-        has = tables.recent[places.slots, (places.positions - back) % (MAX_FOLLOWED + 1)][:, None]
+        has = recent.gather(1, (positions - back) % (MAX_FOLLOWED + 1))
         if before is not None and back <= before.shape[1]:
             has = torch.where(before[:, back - 1, None] < 0, has, before[:, back - 1, None])
         holds &= (adjustments // FOLLOWING & MAX_FOLLOWED < back) | (wanted < 0) | (wanted == has)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts.sampling import DEFERRED, MAX_BIASES, MAX_FOLLOWED, PROPOSALS, TILE
 from compiled_llm_ops.library import kernel_of
-from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted, note_tokens
+from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Noted, Places, adjusted, note_tokens
 from compiled_llm_ops.sampling.race import winners, winners_by_tiles
 from compiled_llm_ops.sampling.sampling import (
     NOT_A_TOKEN,
@@ -138,7 +138,7 @@ def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:
     kinds = int(np.bitwise_or.reduce(adjustments[rows].numpy()))
     places = Places(slots, args.positions[rows])
     before = None if args.before is None else args.before[rows]
-    scores = adjusted(logits[rows], places, AdjustmentTables.of(args), args.counts[slots], kinds, before)
+    scores = adjusted(logits[rows], places, AdjustmentTables.of(args), Noted.of(args, slots), kinds, before)
     return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
 
 

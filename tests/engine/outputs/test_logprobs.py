@@ -32,9 +32,14 @@ from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.streams import Token
 from compiled_llm_ops import sample_tokens
+from compiled_llm_ops.sampling.adjustments import Noted
 from compiled_llm_ops.sampling.sampling import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
 from support.ops.sampling_cases import BRANCHES, EDITED, arguments, distribution, warped
+
+MOST_COUNTED = 2**14 - 1
+SATURATED = Sampling(frequency_penalty=-20 / MOST_COUNTED, output_ids=np.arange(3).repeat(MOST_COUNTED))
+"""It has the tokens that it is all but sure to draw as often as any is counted: once more, and no count changes."""
 
 ROUNDING = 5e-5
 """How far sums of float32 in other orders move single ones of the likeliest tokens; chosen ones stay within 1e-5."""
@@ -150,13 +155,14 @@ def huggingfaces_scores(
     return scores[0]
 
 
-@pytest.mark.parametrize("settings", [BRANCHES, EDITED], ids=["filters", "adjustments"])
+@pytest.mark.parametrize("settings", [BRANCHES, EDITED, [SATURATED]], ids=["filters", "adjustments", "saturated"])
 def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
-    """Of tables that the choice has already counted its tokens in."""
+    """Of tables that the choice has already counted its tokens in, though some counts go no further."""
     logits = torch.randn(len(settings), 901) * 2
     given = arguments(logits, torch.randint(2**62, (len(settings),)), settings)
-    tokens = sample_tokens(*given)
-    for own, setting, scores in zip(logits, settings, processed(logits, tokens, draws_of(given)), strict=True):
+    draws = draws_of(given)
+    sample_tokens(*given)
+    for own, setting, scores in zip(logits, settings, processed(logits, draws), strict=True):
         torch.testing.assert_close(scores.double().softmax(dim=0), sampled_from(own, setting))
 
 
@@ -165,7 +171,8 @@ def draws_of(given: SampleTokens) -> SampledDraws:
         return SampleTokens(logits, seeds, *places, *given[4:])
 
     tables: Any = SimpleNamespace(seed=given.seeds, arguments=arguments_of)
-    return SampledDraws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.adjustments.numpy())))
+    kinds = int(np.bitwise_or.reduce(given.adjustments.numpy()))
+    return SampledDraws(given.slots, given.positions, tables, kinds, Noted.of(given, given.slots))
 
 
 def sampled_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:
@@ -176,7 +183,8 @@ def sampled_from(logits: torch.Tensor, setting: Sampling) -> torch.Tensor:
 def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
     logits = torch.randn(len(EDITED), 500)
     given = arguments(logits, torch.randint(2**62, (len(EDITED),)), EDITED)
-    tokens, draws = sample_tokens(*given), draws_of(given) if drawn else None
+    draws = draws_of(given) if drawn else None
+    tokens = sample_tokens(*given)
     whole = score_tokens(logits, tokens, 3, draws)
     for module in ("compiled_llm.engine.logprobs.score_tokens", "compiled_llm_ops.sampling.logprobs"):
         monkeypatch.setattr(f"{module}._AT_ONCE", 1000)
