@@ -89,7 +89,7 @@ class NewestTokens(NamedTuple):
     @property
     def places(self) -> Places:
         rows, new, device = len(self.starts), self.new_tokens, self.starts.device
-        token_rows = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, new).flatten()
+        token_rows = torch.arange(rows * new, dtype=torch.int32, device=device) // new  # contiguous for one row, too
         positions = self.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=device)
         return token_rows, positions.flatten(), self.starts, self.indices
 

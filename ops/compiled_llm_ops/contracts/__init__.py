@@ -64,8 +64,13 @@ def check_token_places(op: str, tokens: int, args: Any) -> None:
             f"{op}: token_rows and token_positions must be [{tokens}], one entry a token; got "
             f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
         )
-    names = ("token_rows", "token_positions", "indptr", "indices")
-    check_int32(op, **{name: getattr(args, name) for name in names})
+    columns = {name: getattr(args, name) for name in ("token_rows", "token_positions", "indptr", "indices")}
+    check_int32(op, **columns)
+    # Kernels read their entries next to each other. One token's row, expanded to several, has no step between them.
+    for name, column in columns.items():
+        if not column.is_contiguous():
+            strides = column.stride()
+            raise ValueError(f"{op}: {name} must be contiguous; got strides {strides}: call .contiguous() on it")
 
 
 def check_rows(op: str, table: PageTable) -> None:

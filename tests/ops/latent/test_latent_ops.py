@@ -207,3 +207,13 @@ def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
                 for function in (compiled, layer)
             ]
             torch.testing.assert_close(*results)
+
+
+def test_a_row_that_is_expanded_to_its_tokens_is_refused() -> None:
+    """Kernels read the row of each token next to that of the one before; one that is expanded has no step between."""
+    latent, rope, pages = torch.zeros(4, 16), torch.zeros(4, 8), torch.zeros(2, 4, 24)
+    rows, positions = torch.zeros(1, dtype=torch.int32).expand(4), torch.arange(4, dtype=torch.int32)
+    table = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"append_latent: token_rows must be contiguous; got strides \(0,\)"):
+        append_latent(latent, rope, pages, rows, positions, *table)
+    append_latent(latent, rope, pages, rows.contiguous(), positions, *table)
