@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import CellType, CodeType, DynamicClassAttribute, FunctionType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    DynamicClassAttribute,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+)
 
 from torch import nn
 
@@ -31,6 +41,11 @@ _HELD = (
 """The ends of expressions that Python makes a new value of each time, or that hold parts of a function or class."""
 
 _BETWEEN = (CellType, CodeType, property, DynamicClassAttribute, staticmethod, classmethod)
+
+_STORED = (MemberDescriptorType, GetSetDescriptorType)
+"""Descriptors of C code's: they read what an object holds."""
+
+_ABSENT = object()
 
 _OWN = ("compiled_llm", "compiled_llm_ops")
 _HAVE_VERSIONS = ("compiled_llm.", "compiled_llm_ops.", "torch._dynamo.polyfills")
@@ -71,6 +86,8 @@ def _covers_way(way: tuple[Step, ...], walk: Visit) -> bool:
         if f"{owner.__name__}.{name}" in BOOKKEEPING:
             return True
         return owner.__name__.startswith(_HAVE_VERSIONS) or walk.read(owner, name)
+    if _is_computed(owner, way[at + 1]):
+        return False  # the parts of its owner are hashed, and this is none of them
     return walk.opened(owner) if _is_between(leaf) else walk.saw(leaf.value) or _has_version(owner, leaf.value)
 
 
@@ -86,6 +103,17 @@ def _has_version(owner: object, value: object) -> bool:
         return False
     ours = is_view(owner) and str(getattr(value, "__module__", "")).partition(".")[0] in _OWN
     return ours or owner.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _is_computed(owner: object, step: Step) -> bool:
+    """Whether code of Python's makes a plain value when it is read of its owner, so that nothing stored says it."""
+    if step.name is None or not is_plain(step.value) or isinstance(owner, enum.Enum):
+        return False  # an entry of an enumeration is hashed by what it computes of itself
+    of_kind = inspect.getattr_static(type(owner), step.name, None)
+    if hasattr(type(of_kind), "__set__"):  # before what the owner holds by that name
+        return not isinstance(of_kind, _STORED)
+    stored = inspect.getattr_static(owner, step.name, _ABSENT)
+    return type(stored) is not type(step.value) or stored != step.value
 
 
 def _is_between(step: Step) -> bool:
