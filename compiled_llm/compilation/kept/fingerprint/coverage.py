@@ -20,7 +20,7 @@ from types import (
 from torch import nn
 
 from compiled_llm.compat.huggingface import is_view
-from compiled_llm.compat.torch.kept.guards import OF_PROCESS, OF_SIZES, Guarded, Step
+from compiled_llm.compat.torch.kept.guards import OF_PRESENCE, OF_PROCESS, OF_SIZES, Guarded, Step
 from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, UNSAID, is_plain
 from compiled_llm.compilation.kept.fingerprint.visit import Visit
 from compiled_llm.model.version.module_state import UNREAD_BY_LINEAR
@@ -66,10 +66,11 @@ def _covers(guard: Guarded, walk: Visit, per_call: Collection[str]) -> bool:
         return False
     if guard.missing or not guard.way:
         return bool(_OF_OUTLINES.search(guard.about) or _OF_MODULES_CLASS.match(guard.about))
-    return _covers_way(guard.way, walk)
+    return _covers_way(guard.way, walk, reads=guard.kind != OF_PRESENCE)
 
 
-def _covers_way(way: tuple[Step, ...], walk: Visit) -> bool:
+def _covers_way(way: tuple[Step, ...], walk: Visit, reads: bool) -> bool:
+    """Whether entries cover the end of a way, whose value matters if the guard ``reads`` it, not only its presence."""
     leaf, outer = way[-1], way[:-1]
     if any(step.name in UNSAID for step in way):
         return False
@@ -86,7 +87,7 @@ def _covers_way(way: tuple[Step, ...], walk: Visit) -> bool:
         if f"{owner.__name__}.{name}" in BOOKKEEPING:
             return True
         return owner.__name__.startswith(_HAVE_VERSIONS) or walk.read(owner, name)
-    if _is_computed(owner, way[at + 1]):
+    if reads and _is_computed(owner, way[at + 1]):
         return False  # the parts of its owner are hashed, and this is none of them
     return walk.opened(owner) if _is_between(leaf) else walk.saw(leaf.value) or _has_version(owner, leaf.value)
 
