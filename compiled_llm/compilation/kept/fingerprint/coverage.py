@@ -42,7 +42,7 @@ _HELD = (
 
 _BETWEEN = (CellType, CodeType, property, DynamicClassAttribute, staticmethod, classmethod)
 
-_STORED = (MemberDescriptorType, GetSetDescriptorType)
+_STORED = (MemberDescriptorType, GetSetDescriptorType, type(Step.name))  # the last: fields of named tuples
 """Descriptors of C code's: they read what an object holds."""
 
 _ABSENT = object()
