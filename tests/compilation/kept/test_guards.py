@@ -13,7 +13,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MixtralConfig, Mix
 
 import compiled_llm
 from compiled_llm.compat.torch.kept import process_state
-from compiled_llm.compat.torch.kept.guards import Guarded, Step
+from compiled_llm.compat.torch.kept.guards import Guarded
 from compiled_llm.compilation.kept.fingerprint import coverage, fingerprint
 from compiled_llm.compilation.kept.fingerprint.walk import Walk
 from support.compilation.fingerprinted import traced_programs
@@ -99,40 +99,3 @@ def test_settings_are_those_of_inductors_own_key():
     with torch._inductor.config.patch(max_autotune=True):
         others = {name: found for name, _, found in process_state.settings()}
     assert others["torch._inductor.config"] == {"max_autotune"}
-
-
-class Descriptor:
-    def __get__(self, owner: object, kind: type | None = None) -> int:
-        return 3
-
-
-class Meta(type):
-    computed = property(lambda cls: 3)
-    described = Descriptor()
-    hidden = property(lambda cls: 3)
-
-    def __getattr__(cls, name: str) -> int:
-        if name == "made":
-            return 3
-        raise AttributeError(name)
-
-
-class Owner(metaclass=Meta):
-    stored = 3
-    hidden = 3
-    of_class = Descriptor()
-
-
-@pytest.mark.parametrize(
-    ("name", "covered"),
-    [
-        *[("stored", True), ("__name__", True)],
-        *[("computed", False), ("described", False), ("hidden", False), ("made", False), ("of_class", False)],
-    ],
-)
-def test_a_value_that_is_computed_when_it_is_read_is_not_covered_by_its_owner(name, covered):
-    walk = Walk(torch.nn.Linear(1, 1), (), ())
-    walk.open(Owner)
-    way = (Step("G['Owner']", "Owner", Owner), Step(f"G['Owner'].{name}", name, getattr(Owner, name)))
-    found = coverage.uncovered([Guarded("EQUALS_MATCH", way[-1].expression, way)], walk, ())
-    assert found == ([] if covered else [way[-1].expression])

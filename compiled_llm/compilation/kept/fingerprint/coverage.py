@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
 from types import (
     CellType,
     CodeType,
@@ -14,6 +15,7 @@ from types import (
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
+    MethodType,
     ModuleType,
 )
 
@@ -42,8 +44,11 @@ _HELD = (
 
 _BETWEEN = (CellType, CodeType, property, DynamicClassAttribute, staticmethod, classmethod)
 
-_STORED = (MemberDescriptorType, GetSetDescriptorType, type(Step.name))  # the last: fields of named tuples
-"""Descriptors of C code's: they read what an object holds."""
+_READ_BY_C = (MemberDescriptorType, GetSetDescriptorType, type(Step.name))  # the last: fields of named tuples
+"""Descriptors that read what an object holds, and run no code of Python's."""
+
+_SAID_OF_ENTRIES = ("name", "value")
+"""What an entry of an enumeration is hashed by, as it is read in each process."""
 
 _ABSENT = object()
 
@@ -52,25 +57,26 @@ _HAVE_VERSIONS = ("compiled_llm.", "compiled_llm_ops.", "torch._dynamo.polyfills
 """Modules that traces of any model are made with: our files are an entry, and Dynamo's are torch's version."""
 
 
-def uncovered(guards: Iterable[Guarded], walk: Visit, per_call: Collection[str]) -> list[str]:
+def uncovered(guards: Collection[Guarded], walk: Visit, per_call: Collection[str]) -> list[str]:
     """Return what Dynamo guards and no hash would notice; arguments ``per_call`` are compared in each call."""
-    return list({guard.about or guard.kind: None for guard in guards if not _covers(guard, walk, per_call)})
+    computed = {*_computed_in(guards)}
+    missing = (guard for guard in guards if not _covers(guard, walk, per_call, computed))
+    return list({guard.about or guard.kind: None for guard in missing})
 
 
-def _covers(guard: Guarded, walk: Visit, per_call: Collection[str]) -> bool:
+def _covers(guard: Guarded, walk: Visit, per_call: Collection[str], computed: Collection[str]) -> bool:
     if guard.kind in OF_PROCESS or guard.kind == OF_SIZES:
         return True
     if any(guard.about.startswith(f"L['{name}']") for name in per_call):
         return True
-    if _UNREAD.search(guard.about):
+    if _UNREAD.search(guard.about) or any(step.expression in computed for step in guard.way):
         return False
     if guard.missing or not guard.way:
         return bool(_OF_OUTLINES.search(guard.about) or _OF_MODULES_CLASS.match(guard.about))
-    return _covers_way(guard.way, walk, reads=guard.kind != OF_PRESENCE)
+    return _covers_way(guard.way, walk)
 
 
-def _covers_way(way: tuple[Step, ...], walk: Visit, reads: bool) -> bool:
-    """Whether entries cover the end of a way, whose value matters if the guard ``reads`` it, not only its presence."""
+def _covers_way(way: tuple[Step, ...], walk: Visit) -> bool:
     leaf, outer = way[-1], way[:-1]
     if any(step.name in UNSAID for step in way):
         return False
@@ -87,8 +93,6 @@ def _covers_way(way: tuple[Step, ...], walk: Visit, reads: bool) -> bool:
         if f"{owner.__name__}.{name}" in BOOKKEEPING:
             return True
         return owner.__name__.startswith(_HAVE_VERSIONS) or walk.read(owner, name)
-    if reads and _is_computed(owner, way[at + 1]):
-        return False  # the parts of its owner are hashed, and this is none of them
     return walk.opened(owner) if _is_between(leaf) else walk.saw(leaf.value) or _has_version(owner, leaf.value)
 
 
@@ -106,15 +110,31 @@ def _has_version(owner: object, value: object) -> bool:
     return ours or owner.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
-def _is_computed(owner: object, step: Step) -> bool:
-    """Whether code of Python's makes a plain value when it is read of its owner, so that nothing stored says it."""
-    if step.name is None or not is_plain(step.value) or isinstance(owner, enum.Enum):
-        return False  # an entry of an enumeration is hashed by what it computes of itself
+def _computed_in(guards: Iterable[Guarded]) -> Iterator[str]:
+    """Yield the steps whose values some code computes when they are read: no hash of an owner's parts says them."""
+    read = (guard.way[:-1] if guard.kind == OF_PRESENCE else guard.way for guard in guards)
+    steps = {step.expression: (before.value, step) for way in read for before, step in pairwise(way)}
+    yield from (expression for expression, (owner, step) in steps.items() if not _is_stored(owner, step))
+
+
+def _is_stored(owner: object, step: Step) -> bool:
+    """Whether a step reads what its owner or its owner's class holds."""
+    if step.name is None or (isinstance(owner, enum.Enum) and step.name in _SAID_OF_ENTRIES):
+        return True
     of_kind = inspect.getattr_static(type(owner), step.name, None)
     if hasattr(type(of_kind), "__set__"):  # before what the owner holds by that name
-        return not isinstance(of_kind, _STORED)
+        return isinstance(of_kind, _READ_BY_C)
     stored = inspect.getattr_static(owner, step.name, _ABSENT)
-    return type(stored) is not type(step.value) or stored != step.value
+    if isinstance(owner, enum.EnumMeta) and step.name in owner.__members__:
+        stored = owner.__members__[step.name]  # its class has what returns it, until Python 3.11
+    if is_plain(step.value):
+        return type(stored) is type(step.value) and (stored is step.value or stored == step.value)
+    return _function_of(stored) is _function_of(step.value)
+
+
+def _function_of(value: object) -> object:
+    """Return what a method is bound from; any other value as it is."""
+    return value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
 
 
 def _is_between(step: Step) -> bool:

@@ -17,7 +17,7 @@ from compiled_llm.compilation.kept.fingerprint.code import (
     names_in,
     names_read_in,
 )
-from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_plain, path_of
+from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_dunder, is_plain, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Visit
 
 _OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_state`` has
@@ -53,6 +53,13 @@ def _outline(value: Any, seen: set[int]) -> Iterator[str]:
     seen.add(id(value))
     for held in _held(value):
         yield from _outline(held, seen)
+
+
+def reads_more(function: FunctionType) -> bool:
+    """Whether what a function does depends on more than its arguments and what ``outlined`` says."""
+    code = function.__code__
+    read = {name for name in names_in(code) & function.__globals__.keys() if not is_dunder(name)}
+    return bool(read) or imports(code) or not all(map(is_plain, _held(function)))
 
 
 def _traced_within(visit: Visit, function: FunctionType) -> Iterator[FunctionType]:
