@@ -46,8 +46,10 @@ class WithList(type):
 
 class WithOperators(type):
     def __getitem__(cls, key: str) -> float:
-        return factor()
+        return cls._held[key]  # type: ignore[attr-defined, no-any-return]
 
+
+class WithChecks(type):
     def __instancecheck__(cls, value: object) -> bool:
         return factor() == 1
 
@@ -69,6 +71,10 @@ class OfList(metaclass=WithList):
 
 
 class OfOperators(metaclass=WithOperators):
+    _held = BEHIND
+
+
+class OfChecks(metaclass=WithChecks):
     pass
 
 
@@ -118,8 +124,8 @@ NOT_TRACED: dict[str, Callable[[Any], Any]] = {
     "a property of a metaclass": lambda layer: OfProperty.factor,
     "a list that a metaclass chooses": lambda layer: OfList.chosen[0] * ONES[0] * THREES[0],
     "an item of a class": lambda layer: OfOperators["factor"],
-    "instances of a class": lambda layer: 1.0 if isinstance(layer, OfOperators) else 3.0,
-    "the truth of a class": lambda layer: 1.0 if OfOperators else 3.0,
+    "instances of a class": lambda layer: 1.0 if isinstance(layer, OfChecks) else 3.0,
+    "the truth of a class": lambda layer: 1.0 if OfChecks else 3.0,
     "the lookup of a metaclass": lambda layer: OfLookup.factor,
     "an abstract class": lambda layer: 1.0 if issubclass(type(layer), Hooked) else 3.0,
     "the truth of an entry": lambda layer: 1.0 if Entries.ONE else 3.0,
@@ -183,12 +189,12 @@ def test_a_property_of_a_metaclass_that_has_changed_is_followed(tmp_path: Path, 
     read = NOT_TRACED["a property of a metaclass"]
     with part.recording(tmp_path):
         before = answer(compiled_llm.wrap(model_that_reads(read), **FEW_PAGES))
-    assert all("OfProperty.factor" in why or "WithProperty" in why for why in part.not_kept(tmp_path).values())
     change()
     with taking(tmp_path), graphs_run():
         model = compiled_llm.wrap(model_that_reads(read), **FEW_PAGES)
         assert answer(model) == answer(model_that_reads(read)) != before
     assert "kept" not in model.compiled.stats().programs.values()
+    assert {*model.compiled.stats().programs} <= {*part.not_kept(tmp_path)}
 
 
 # ---- the question of each step

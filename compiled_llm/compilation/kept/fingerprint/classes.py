@@ -33,8 +33,7 @@ def describe_class(visit: Visit, kind: type, where: str) -> str:
 
 def _parts(visit: Visit, kind: type, name: str) -> str:
     bases = [visit.said(base, name) for base in (type(kind), *kind.__mro__[1:])]
-    for member in _hidden_in(kind):
-        visit.hide(_function_of(member))
+    visit.hidden += map(_function_of, _hidden_in(kind))
     visit.watch(kind, "__mro__", *(member for member, value in vars(kind).items() if _counts(visit, member, value)))
     members = sorted(vars(kind).items())
     said = (f"{member}: {_member(visit, member, value, name)}" for member, value in members if is_said(member))

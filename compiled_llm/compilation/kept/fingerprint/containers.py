@@ -20,7 +20,7 @@ def describe_dict(visit: Visit, value: Mapping[Any, Any], where: str) -> str:
     if (known := _again(visit, value, where)) is not None:
         return known
     factory = getattr(value, "default_factory", None)
-    visit.hide(factory)
+    visit.hidden.append(factory)
     made = visit.said(factory, where)
     return f"{_kind(visit, value, where)} {made} {entries_of(visit, value, where)}{_beside(visit, value, where)}"
 

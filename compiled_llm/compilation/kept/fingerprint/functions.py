@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import enum
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, ModuleType
@@ -21,6 +22,9 @@ from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_dund
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Visit
 
 _OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_state`` has
+
+_OF_PYTHON = frozenset({*dir(builtins), *dir(str), *dir(dict), *dir(list), *vars(enum.Enum), "name", "value"})
+"""Names by which functions read nothing but their arguments."""
 
 
 def describe_function(visit: Visit, function: FunctionType, where: str) -> str:
@@ -56,10 +60,10 @@ def _outline(value: Any, seen: set[int]) -> Iterator[str]:
 
 
 def reads_more(function: FunctionType) -> bool:
-    """Whether what a function does depends on more than its arguments and what ``outlined`` says."""
-    code = function.__code__
-    read = {name for name in names_in(code) & function.__globals__.keys() if not is_dunder(name)}
-    return bool(read) or imports(code) or not all(map(is_plain, _held(function)))
+    """Whether what a function does may depend on more than plain arguments and what ``outlined`` says."""
+    names = {name for name in names_in(function.__code__) if not is_dunder(name)}
+    read = names - _OF_PYTHON or names & function.__globals__.keys()
+    return bool(read) or imports(function.__code__) or not all(map(is_plain, _held(function)))
 
 
 def _traced_within(visit: Visit, function: FunctionType) -> Iterator[FunctionType]:

@@ -65,7 +65,7 @@ def describe_object(visit: Visit, value: Any, where: str) -> str:
     kind = type(value)
     if isinstance(value, _CACHED):  # the cache around a function, which Dynamo looks through
         visit.open(value)
-        visit.hide(value.__wrapped__)
+        visit.cached.append(value.__wrapped__)
         return visit.all(where, path_of(kind), value.__wrapped__)
     origin = kind.__module__.partition(".")[0]
     if origin in sys.stdlib_module_names or origin == "torch":
