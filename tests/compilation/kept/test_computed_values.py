@@ -106,6 +106,10 @@ class Weighted(enum.Enum):
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
+    def __bool__(self) -> bool:
+        """Read nothing but what an entry is hashed by."""
+        return bool(self.value)
+
 
 MODULE = ModuleType("a_module_that_computes")
 MODULE.__dict__["__getattr__"] = lambda name: factor()

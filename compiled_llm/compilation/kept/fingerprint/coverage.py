@@ -129,10 +129,10 @@ def _is_stored(owner: object, step: Step) -> bool:
         stored = owner.__members__[step.name]  # its class has what returns it, until Python 3.11
     if is_plain(step.value):
         return type(stored) is type(step.value) and (stored is step.value or stored == step.value)
-    return _function_of(stored) is _function_of(step.value)
+    return _unbound(stored) is _unbound(step.value)
 
 
-def _function_of(value: object) -> object:
+def _unbound(value: object) -> object:
     """Return what a method is bound from; any other value as it is."""
     return value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
 
