@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import abc
+import collections
+import enum
 import functools
 import os
 import sys
@@ -177,6 +180,53 @@ def test_what_a_decorator_of_torch_holds_is_looked_into(cache: Path, monkeypatch
     ran = [learnt(with_product(torch.no_grad()(around(by_global))))[0] for _ in range(2)]
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2.0)
     assert [*ran, learnt(with_product(torch.no_grad()(around(by_global))))[0]] == [1, 0, 1]
+
+
+class WithFactor(type):
+    factor = property(lambda cls: FACTOR)
+
+
+class OfFactor(metaclass=WithFactor):
+    pass
+
+
+class Entry(enum.Enum):
+    ONE = 1.0
+
+    def __bool__(self) -> bool:
+        return FACTOR == 1
+
+
+class Hooked(abc.ABC):  # noqa: B024 (its hook alone matters)
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return FACTOR == 1
+
+
+MADE = collections.defaultdict(lambda: FACTOR)
+CACHED = functools.cache(lambda: FACTOR)
+
+COMPUTED: dict[str, Any] = {
+    "a property of a metaclass": lambda: OfFactor.factor,
+    "the truth of an entry": lambda: 1.0 if Entry.ONE else 2.0,
+    "an abstract class that was asked before": lambda: 1.0 if issubclass(int, Hooked) else 2.0,
+    "a default entry": lambda: MADE.pop("factor", None) or MADE["factor"],
+    "a result of a cache": lambda: CACHED(),
+}
+
+
+@pytest.mark.drawn(most=2)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_is_computed_when_it_is_read_runs_again(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = COMPUTED[name]
+    read()
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.down_proj(self.up_proj(x)) * read()
+
+    learnt(with_product(forward))
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2.0)
+    assert learnt(with_product(forward))[0] == 1
 
 
 def test_what_somebody_else_watches_is_not_kept(cache: Path) -> None:

@@ -16,7 +16,7 @@ OF_PROCESS = frozenset(
 )
 """The kinds of guards that are about the process and its thread; ``process_state`` has what they compare."""
 
-_OF_PRESENCE = "HASATTR"
+OF_PRESENCE = "HASATTR"
 """The kind of those about whether there is an attribute."""
 
 OF_SIZES = "SHAPE_ENV"
@@ -49,7 +49,7 @@ def guards_now(arguments: Mapping[str, Any], scope: Mapping[str, Any]) -> Iterat
     for guard in context.guards_context.dynamo_guards:
         kind, source = guard.create_fn_name(), guard.originating_source
         try:
-            way = found.way_to_presence(guard) if kind == _OF_PRESENCE else found.way_to(source)
+            way = found.way_to_presence(guard) if kind == OF_PRESENCE else found.way_to(source)
             yield Guarded(kind, guard.name, way)
         except Exception:  # any: it evaluates expressions of Dynamo's
             yield Guarded(kind, guard.name, (), missing=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
+from collections.abc import Iterator
 from types import FunctionType
 
 from compiled_llm.compat.torch.dynamo import before_tracing
@@ -12,6 +14,13 @@ from compiled_llm.compilation.kept.fingerprint.plain import is_plain, is_said, p
 from compiled_llm.compilation.kept.fingerprint.visit import Visit
 
 _WRAPPERS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+
+_RUN_BY_ISINSTANCE = ("__class__", "__subclasshook__")
+_RUN_BEFORE = (
+    *("__new__", "__init__", "__prepare__", "__init_subclass__", "__setattr__", "__delattr__"),
+    *("_generate_next_value_", "__new_member__"),
+)
+"""What runs while a class or an entry is made or changed: what comes of it is hashed."""
 
 
 def describe_class(visit: Visit, kind: type, where: str) -> str:
@@ -24,6 +33,7 @@ def describe_class(visit: Visit, kind: type, where: str) -> str:
 
 def _parts(visit: Visit, kind: type, name: str) -> str:
     bases = [visit.said(base, name) for base in (type(kind), *kind.__mro__[1:])]
+    visit.hidden += map(_function_of, _hidden_in(kind))
     visit.watch(kind, "__mro__", *(member for member, value in vars(kind).items() if _counts(visit, member, value)))
     members = sorted(vars(kind).items())
     said = (f"{member}: {_member(visit, member, value, name)}" for member, value in members if is_said(member))
@@ -32,12 +42,25 @@ def _parts(visit: Visit, kind: type, name: str) -> str:
 
 def _counts(visit: Visit, member: str, value: object) -> bool:
     """Whether a member of a class is plain, or was traced or looked into: another one would make another trace."""
-    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    function = _function_of(value)
     if not isinstance(function, FunctionType):
         return is_said(member) and (is_plain(value) or visit.tells(member, value))
     if traced := code_digest(before_tracing(function).__code__) in visit.traced:
         visit.methods.add(member)
     return traced
+
+
+def _function_of(member: object) -> object:
+    return getattr(member, "fget", None) or getattr(member, "__func__", member)
+
+
+def _hidden_in(kind: type) -> Iterator[object]:
+    """Yield the members that may run unseen where a class, or an entry of an enumeration, is used as a constant."""
+    of_constants = issubclass(kind, (type, enum.Enum))
+    for base in kind.__mro__ if of_constants else (kind,):
+        for name, member in vars(base).items():
+            if name not in _RUN_BEFORE and (of_constants or name in _RUN_BY_ISINSTANCE):
+                yield member
 
 
 def _member(visit: Visit, member: str, value: object, name: str) -> str:

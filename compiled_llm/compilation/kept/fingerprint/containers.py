@@ -19,7 +19,9 @@ def describe_dict(visit: Visit, value: Mapping[Any, Any], where: str) -> str:
     """Return a dictionary's class and entries, in their order."""
     if (known := _again(visit, value, where)) is not None:
         return known
-    made = visit.said(getattr(value, "default_factory", None), where)
+    factory = getattr(value, "default_factory", None)
+    visit.hidden.append(factory)
+    made = visit.said(factory, where)
     return f"{_kind(visit, value, where)} {made} {entries_of(visit, value, where)}{_beside(visit, value, where)}"
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import CellType, CodeType, DynamicClassAttribute, FunctionType, ModuleType
+from itertools import pairwise
+from types import (
+    CellType,
+    CodeType,
+    DynamicClassAttribute,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 
 from torch import nn
 
 from compiled_llm.compat.huggingface import is_view
-from compiled_llm.compat.torch.kept.guards import OF_PROCESS, OF_SIZES, Guarded, Step
+from compiled_llm.compat.torch.kept.guards import OF_PRESENCE, OF_PROCESS, OF_SIZES, Guarded, Step
 from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, UNSAID, is_plain
 from compiled_llm.compilation.kept.fingerprint.visit import Visit
 from compiled_llm.model.version.module_state import UNREAD_BY_LINEAR
@@ -32,22 +44,32 @@ _HELD = (
 
 _BETWEEN = (CellType, CodeType, property, DynamicClassAttribute, staticmethod, classmethod)
 
+_READ_BY_C = (MemberDescriptorType, GetSetDescriptorType, type(Step.name))  # the last: fields of named tuples
+"""Descriptors that read what an object holds, and run no code of Python's."""
+
+_SAID_OF_ENTRIES = ("name", "value")
+"""What an entry of an enumeration is hashed by, as it is read in each process."""
+
+_ABSENT = object()
+
 _OWN = ("compiled_llm", "compiled_llm_ops")
 _HAVE_VERSIONS = ("compiled_llm.", "compiled_llm_ops.", "torch._dynamo.polyfills")
 """Modules that traces of any model are made with: our files are an entry, and Dynamo's are torch's version."""
 
 
-def uncovered(guards: Iterable[Guarded], walk: Visit, per_call: Collection[str]) -> list[str]:
+def uncovered(guards: Collection[Guarded], walk: Visit, per_call: Collection[str]) -> list[str]:
     """Return what Dynamo guards and no hash would notice; arguments ``per_call`` are compared in each call."""
-    return list({guard.about or guard.kind: None for guard in guards if not _covers(guard, walk, per_call)})
+    computed = {*_computed_in(guards)}
+    missing = (guard for guard in guards if not _covers(guard, walk, per_call, computed))
+    return list({guard.about or guard.kind: None for guard in missing})
 
 
-def _covers(guard: Guarded, walk: Visit, per_call: Collection[str]) -> bool:
+def _covers(guard: Guarded, walk: Visit, per_call: Collection[str], computed: Collection[str]) -> bool:
     if guard.kind in OF_PROCESS or guard.kind == OF_SIZES:
         return True
     if any(guard.about.startswith(f"L['{name}']") for name in per_call):
         return True
-    if _UNREAD.search(guard.about):
+    if _UNREAD.search(guard.about) or any(step.expression in computed for step in guard.way):
         return False
     if guard.missing or not guard.way:
         return bool(_OF_OUTLINES.search(guard.about) or _OF_MODULES_CLASS.match(guard.about))
@@ -86,6 +108,33 @@ def _has_version(owner: object, value: object) -> bool:
         return False
     ours = is_view(owner) and str(getattr(value, "__module__", "")).partition(".")[0] in _OWN
     return ours or owner.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _computed_in(guards: Iterable[Guarded]) -> Iterator[str]:
+    """Yield the steps whose values some code computes when they are read: no hash of an owner's parts says them."""
+    read = (guard.way[:-1] if guard.kind == OF_PRESENCE else guard.way for guard in guards)
+    steps = {step.expression: (before.value, step) for way in read for before, step in pairwise(way)}
+    yield from (expression for expression, (owner, step) in steps.items() if not _is_stored(owner, step))
+
+
+def _is_stored(owner: object, step: Step) -> bool:
+    """Whether a step reads what its owner or its owner's class holds."""
+    if step.name is None or (isinstance(owner, enum.Enum) and step.name in _SAID_OF_ENTRIES):
+        return True
+    of_kind = inspect.getattr_static(type(owner), step.name, None)
+    if hasattr(type(of_kind), "__set__"):  # before what the owner holds by that name
+        return isinstance(of_kind, _READ_BY_C)
+    stored = inspect.getattr_static(owner, step.name, _ABSENT)
+    if isinstance(owner, enum.EnumMeta) and step.name in owner.__members__:
+        stored = owner.__members__[step.name]  # its class has what returns it, until Python 3.11
+    if is_plain(step.value):
+        return type(stored) is type(step.value) and (stored is step.value or stored == step.value)
+    return _unbound(stored) is _unbound(step.value)
+
+
+def _unbound(value: object) -> object:
+    """Return what a method is bound from; any other value as it is."""
+    return value.__func__ if isinstance(value, (MethodType, staticmethod, classmethod)) else value
 
 
 def _is_between(step: Step) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -19,7 +19,8 @@ from compiled_llm.compat.torch.kept.guards import Guarded, guards_now
 from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
 from compiled_llm.compilation.kept.fingerprint.coverage import functions_read, uncovered
-from compiled_llm.compilation.kept.fingerprint.plain import EVERYTHING, UNSAID
+from compiled_llm.compilation.kept.fingerprint.functions import reads_more
+from compiled_llm.compilation.kept.fingerprint.plain import EVERYTHING, UNSAID, path_of
 from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, process_state, versions
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError
 from compiled_llm.compilation.kept.fingerprint.walk import Walk
@@ -234,6 +235,8 @@ def _why_not(walk: Walk, codes: frozenset[CodeType], guards: list[Guarded], grap
     for code in codes:
         if code_digest(code) not in walk.reached and not _is_of_library(code):
             return f"the traced function {code.co_name} ({code.co_filename}) is nowhere that is looked into"
+    if hidden := _unseen(walk.hidden, walk):
+        return hidden
     if missing := uncovered(guards, walk, PER_CALL):
         return f"it depends on {missing[0]}, which is not hashed"
     for node in () if graph is None else graph.nodes:
@@ -259,8 +262,20 @@ def _why_not_run(walk: Walk, codes: Sequence[CodeType]) -> str | None:
             return f"{code.co_name} ({code.co_filename}) reads {min(read)}"
         if code_digest(code) not in walk.reached and not _is_of_library(code):
             return f"the function {code.co_name} ({code.co_filename}) is nowhere that is looked into"
+    if hidden := _unseen([*walk.hidden, *walk.cached], walk):
+        return hidden
     if walk.unread:
         return f"{walk.unread[0]} is not looked into"
+    return None
+
+
+def _unseen(called: Iterable[object], walk: Walk) -> str | None:
+    """Return which of the functions that may have been ``called`` unseen reads what is not hashed; None if none."""
+    for function in called:
+        if not isinstance(function, FunctionType) or _is_of_library(code := function.__code__):
+            continue
+        if code_digest(code) not in walk.reached and reads_more(function):
+            return f"what {path_of(function)} ({code.co_filename}) reads is not looked into, and it may have run"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import enum
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, ModuleType
@@ -17,10 +18,13 @@ from compiled_llm.compilation.kept.fingerprint.code import (
     names_in,
     names_read_in,
 )
-from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_plain, path_of
+from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_dunder, is_plain, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Visit
 
 _OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_state`` has
+
+_OF_PYTHON = frozenset({*dir(builtins), *dir(str), *dir(dict), *dir(list), *vars(enum.Enum), "name", "value"})
+"""Names by which functions read nothing but their arguments."""
 
 
 def describe_function(visit: Visit, function: FunctionType, where: str) -> str:
@@ -53,6 +57,13 @@ def _outline(value: Any, seen: set[int]) -> Iterator[str]:
     seen.add(id(value))
     for held in _held(value):
         yield from _outline(held, seen)
+
+
+def reads_more(function: FunctionType) -> bool:
+    """Whether what a function does may depend on more than plain arguments and what ``outlined`` says."""
+    names = {name for name in names_in(function.__code__) if not is_dunder(name)}
+    read = names - _OF_PYTHON or names & function.__globals__.keys()
+    return bool(read) or imports(function.__code__) or not all(map(is_plain, _held(function)))
 
 
 def _traced_within(visit: Visit, function: FunctionType) -> Iterator[FunctionType]:

@@ -17,6 +17,8 @@ from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Vis
 _OF_LIBRARIES = frozenset({"torch", "transformers", "compiled_llm", "compiled_llm_ops", "peft"})
 _BOUND = (BuiltinMethodType, MethodWrapperType)
 _WITHOUT_PARTS = frozenset({"getset_descriptor", "member_descriptor", "PyCapsule", "_DataclassParams"})
+_OF_ENTRIES = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"})
+"""Attributes that any entry of an enumeration has."""
 _CACHED = type(functools.cache(lambda: None))
 
 
@@ -32,9 +34,12 @@ def describe_called(visit: Visit, value: Any, where: str) -> str:
 
 
 def describe_enum(visit: Visit, value: enum.Enum, where: str) -> str:
-    """Return the class and the value of an entry of an enumeration."""
+    """Return the class and the value of an entry of an enumeration, and its attributes."""
+    own = {name: held for name, held in vars(value).items() if name not in _OF_ENTRIES}
     visit.watch(value, "_value_")
-    return f"{visit.said(type(value), where)} {value.name} {visit.said(value.value, where)}"
+    visit.watch(vars(value), *own)
+    said = (f"; {name}: {visit.attribute(name, held, where)}" for name, held in own.items())
+    return f"{visit.said(type(value), where)} {value.name} {visit.said(value.value, where)}{''.join(said)}"
 
 
 def describe_pattern(visit: Visit, value: re.Pattern[Any], where: str) -> str:
@@ -60,6 +65,7 @@ def describe_object(visit: Visit, value: Any, where: str) -> str:
     kind = type(value)
     if isinstance(value, _CACHED):  # the cache around a function, which Dynamo looks through
         visit.open(value)
+        visit.cached.append(value.__wrapped__)
         return visit.all(where, path_of(kind), value.__wrapped__)
     origin = kind.__module__.partition(".")[0]
     if origin in sys.stdlib_module_names or origin == "torch":
