@@ -17,6 +17,8 @@ from support.execution.twins import rms
 from support.huggingface.vision_gpu import in_dtype
 
 BEYOND_NOISE = 8.0
+BURSTS = 4.0
+"""States of recurrent layers carry a rounding on, and a burst of it is so many times as far beyond noise."""
 FLOOR = 1e-4
 """The noise of sums in float32 in another order."""
 
@@ -60,8 +62,8 @@ class Judge:
         noise = noise.clamp(min=float(noise.mean())) + FLOOR
         found = []
         behind = self._behind(asked, text, exact.logits[prompt - 1 : -1]) / noise[prompt - 1 : -1].cpu()
-        if tokens and not float(behind.max()) <= BEYOND_NOISE:
-            places = (~(behind <= BEYOND_NOISE)).nonzero()[:, 0].tolist()
+        if tokens and not float(behind.max()) <= self._beyond:
+            places = (~(behind <= self._beyond)).nonzero()[:, 0].tolist()
             found.append(f"tokens {places} of {tokens} are up to {float(behind.max()):.1f} times the noise behind")
         of_text = torch.log_softmax(exact.logits, dim=-1)
         scored = [(at, entries) for at, entries in enumerate(output.prompt_logprobs or ()) if entries]
@@ -70,13 +72,13 @@ class Judge:
         for at, entries in scored:
             for token, entry in entries.items():
                 off = abs(entry.logprob - float(of_text[at - 1, token])) / float(noise[at - 1])
-                if off > 2 * BEYOND_NOISE:  # the sum of all is off, too
+                if off > 2 * self._beyond:  # the sum of all is off, too
                     found.append(f"the log-probability of {token} at {at} is off by {off:.1f} times the noise")
         if answer.hidden_states is not None and answer.finish_reason != "cancelled":
             ours = answer.hidden_states[-1].float().to(exact.hidden.device)
             expected = exact.hidden[: len(ours)]
             off = rms(ours - expected) / (rms(bare.hidden[: len(ours)] - expected) + FLOOR * (1 + rms(expected)))
-            if len(ours) != prompt + len(tokens) - 1 or float(off.max()) > BEYOND_NOISE:
+            if len(ours) != prompt + len(tokens) - 1 or float(off.max()) > self._beyond:
                 found.append(f"hidden states of {len(ours)} tokens are off by {float(off.max()):.1f} times the noise")
         return found
 
