@@ -68,6 +68,10 @@ class Bounded:
         self._ran.add(code.__code__)
         return result
 
+    def has_run(self, code: Callable[..., Any]) -> bool:
+        """Return whether compiled code has run here, so that its kernels are loaded and tuned."""
+        return getattr(code, "__code__", None) in self._ran
+
     def compile(self, *arguments: Any) -> None:
         """Compile for these arguments, and run nothing; errors as those of a call."""
         if self._code_for(arguments) is None:

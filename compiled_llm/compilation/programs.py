@@ -260,7 +260,14 @@ class Programs:
         if self._recorder is not None and arguments.model is self._adapted(arguments):
             recorded = self._recorder.watching(name, call.function, call.program, self._by_name(arguments))
             call = call if call.interpreted else call._replace(program=recorded)
+        if prepared.code is None or not self._has_run(name, prepared.code):
+            return call
         return call._replace(code=prepared.code)
+
+    def _has_run(self, name: str, code: Callable[..., Any]) -> bool:
+        """Whether compiled code has run: the first time its program runs it, which loads its kernels."""
+        program = self._programs[name]
+        return isinstance(program, Bounded) and program.has_run(code)
 
     def _taken(self, name: str, arguments: Arguments) -> PreparedCall | None:
         """Return a call of the program as it was kept; None if it is traced."""

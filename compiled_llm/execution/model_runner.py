@@ -202,7 +202,8 @@ class ModelRunner:
                 if batch.tokens is not None:
                     self.decode_buffers.feed(len(rows), launch.key, batch.tokens)
                 self.state.arena.flush()
-                persistent.deferred.begin(rows, batch.taps)
+                if batch.taps:
+                    persistent.deferred.begin(rows, batch.taps)
                 outputs = launch()
             except BaseException:  # the decode buffers may have advanced
                 persistent.discard_after_failure(rows)

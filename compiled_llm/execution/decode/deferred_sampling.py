@@ -94,7 +94,7 @@ class DeferredSampling:
 
     def begin(self, rows: Sequence[Row], taps: Sequence[Tap]) -> None:
         """Let the taps look at the rows, with slots, of a launch that samples now, before it does; ``add`` follows."""
-        if taps and (now := self._division(rows).plain if self.deferring else rows):
+        if now := self._division(rows).plain if self.deferring else rows:
             for tap in taps:
                 tap.sampling(now)
 
