@@ -61,7 +61,9 @@ def logits_width(model: PreTrainedModel) -> int:
 
 
 def _outputs_of(head: object) -> int | None:
-    """Return how many outputs a head has, by its weight or by what it says; None if neither tells."""
+    """Return how many outputs a head has, by its last layer's weight or by what that says; None if neither tells."""
+    if isinstance(head, nn.Sequential):
+        return next((found for layer in reversed(head) if (found := _outputs_of(layer)) is not None), None)
     weight: Any = getattr(head, "weight", None)
     outputs = getattr(head, "out_features", None)
     if type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point():  # others are packed, in any shape

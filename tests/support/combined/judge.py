@@ -46,6 +46,8 @@ class Judge:
     def __init__(self, exact: Any, bare: Any, rounds: bool) -> None:
         """``bare`` is the model in the dtype that it is served in."""
         self._exact, self._bare, self.rounds = exact, bare, rounds
+        layers = getattr(exact.config.get_text_config(decoder=True), "layer_types", None) or ()
+        self._beyond = BEYOND_NOISE * (BURSTS if "linear_attention" in layers else 1)
 
     def faults(self, asked: Asked, output: RequestOutput, processed: bool) -> list[str]:
         """Return what is wrong with an answer, in words; nothing if nothing is.
