@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from compiled_llm.protocol.messages import Refused, Submit
+from compiled_llm.server.daemon_threads import DaemonThreads, in_thread
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.server.engine_process.stream import Stream
 
 _LONG = frozenset(("structured_outputs", "bad_words", "allowed_token_ids"))
 """Settings that are read for as long as their text is."""
-_OF_PICTURES = ThreadPoolExecutor(4, "compiled_llm pictures")
+_OF_PICTURES = DaemonThreads(4, "compiled_llm pictures")
 """So many requests with pictures begin at once: decoding takes memory, and others need threads meanwhile."""
+_OTHERS = DaemonThreads(32, "compiled_llm beginnings")
 _LONG_PROMPT = 2**14  # tokens of a prompt that are looked at for milliseconds
 
 
@@ -53,8 +54,8 @@ class Beginnings:
         self._tasks[submit.request] = asyncio.create_task(self._begin(submit))
 
     async def _begin(self, submit: Submit) -> None:
-        threads = None if submit.pictured is None else _OF_PICTURES
-        begun = await asyncio.get_running_loop().run_in_executor(threads, self._desk.begin, submit)
+        threads = _OTHERS if submit.pictured is None else _OF_PICTURES
+        begun = await in_thread(lambda: self._desk.begin(submit), threads)
         cancelled = self._cancelled.pop(submit.request)
         del self._tasks[submit.request]
         if not isinstance(begun, Refused):
