@@ -124,7 +124,11 @@ def test_questions_of_one_request_compute_the_state_once(api_server: RunningServ
         (SYSTEM_ONE, {**ASKED, "state": [12345] * 5000}, "state"),
         (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "noul", "instructions": "long " * 2000}}}, A_LONG),
         (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "noul", "instructions": "long " * 2**20}}}, A_LONG),
-        (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "choice", "criteria": {"b": LONG}}}}, "questions.a.criteria"),
+        (
+            SYSTEM_ONE,
+            {**ASKED, "questions": {"a": {"type": "choice", "criteria": {"b": LONG}}}},
+            "questions.a.criteria",
+        ),
         (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "score", "criteria": [LONG]}}}, "questions.a.criteria"),
         (DECISIONS, {"input": "a", "questions": [{**PREDICATE, "instructions": LONG}]}, "questions[0].instructions"),
         (DECISIONS, {"input": "a", "questions": [PREDICATE, LONG_CHOICE]}, "questions[1].choices"),

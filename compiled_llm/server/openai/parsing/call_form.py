@@ -25,10 +25,13 @@ SAMPLE_TOOL = {"type": "function", "function": {"name": _NAME, "description": "a
 Read = Callable[[str], Parts]  # returns the parts of an answer
 
 
-def sample_chat(calls: int) -> list[dict[str, Any]]:
-    """Return a chat whose last message has so many calls; without any, it ends before that message."""
+_SAMPLE_IDS = ("sample000", "sample001")  # which templates of Mistral's models take, too
+
+
+def sample_chat(calls: int, ids: Sequence[str] = _SAMPLE_IDS) -> list[dict[str, Any]]:
+    """Return a chat whose last message has so many calls, with these ids; without any, it ends before that message."""
     function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
-    entries = [{"id": f"sample{number:03}", "type": "function", "function": function} for number in range(calls)]
+    entries = [{"id": each, "type": "function", "function": function} for each in ids[:calls]]
     answer = {"role": "assistant", "content": "", "tool_calls": entries}
     return [{"role": "user", "content": "hi"}, *([answer] if calls else [])]
 
