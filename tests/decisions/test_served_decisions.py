@@ -42,7 +42,7 @@ OPENAI: list[dict[str, Any]] = [
 ASKED = {"state": STATE, "questions": QUESTIONS}
 IMAGE = {"type": "input_image", "image_url": "data:,"}
 PREDICATE = {"type": "predicate", "instructions": "a"}
-A_LONG, LONG = "questions.a.instructions", "long " * 2000
+A_LONG, A_LONG_CHOICE, LONG = "questions.a.instructions", "questions.a.criteria", "long " * 2000
 LONG_CHOICE = {"type": "choice", "instructions": "a", "choices": [{"value": "a"}, {"value": "b", "description": LONG}]}
 LONG_LEVEL = {"type": "score", "instructions": "a", "levels": [{"label": "a"}, {"label": LONG}]}
 TWICE = {"type": "choice", "instructions": "a", "choices": [{"value": "a"}, {"value": "a"}]}
@@ -129,7 +129,7 @@ def test_questions_of_one_request_compute_the_state_once(api_server: RunningServ
             {**ASKED, "questions": {"a": {"type": "choice", "criteria": {"b": LONG}}}},
             "questions.a.criteria",
         ),
-        (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "score", "criteria": [LONG]}}}, "questions.a.criteria"),
+        (SYSTEM_ONE, {"state": "a", "questions": {"a": {"type": "score", "criteria": [LONG]}}}, A_LONG_CHOICE),
         (DECISIONS, {"input": "a", "questions": [{**PREDICATE, "instructions": LONG}]}, "questions[0].instructions"),
         (DECISIONS, {"input": "a", "questions": [PREDICATE, LONG_CHOICE]}, "questions[1].choices"),
         (DECISIONS, {"input": "a", "questions": [PREDICATE, LONG_LEVEL]}, "questions[1].levels"),
