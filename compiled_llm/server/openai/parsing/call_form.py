@@ -49,12 +49,13 @@ class CallForm:
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return calls, one at least, as a structural tag of xgrammar's; more than one only if ``several``."""
-        one = {"type": "or", "elements": [self._call(function) for function in functions]}
-        if not several or self.separator is None:
-            return one
-        parts = [{"type": "const_string", "value": self.separator}] if self.separator else []
-        again = {"type": "sequence", "elements": [*parts, one]}
-        return {"type": "sequence", "elements": [one, {"type": "star", "content": again}]}
+        return {
+            "type": "tags_with_separator",
+            "tags": [self._tag(function) for function in functions],
+            "separator": self.separator or "",
+            "at_least_one": True,
+            "stop_after_first": not several or self.separator is None,
+        }
 
     def beside_text(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return text that may have calls in it, as a structural tag of xgrammar's."""
@@ -68,16 +69,9 @@ class CallForm:
         several = [one] if self.separator is None else [one, one + self.separator + one]
         return all(_is_read(read(text), number) for number, text in enumerate(several, start=1))
 
-    def _begin(self, function: Function) -> str:
-        return self.before_name + function.name + self.before_arguments
-
-    def _call(self, function: Function) -> dict[str, Any]:
-        elements = [{"type": "const_string", "value": self._begin(function)}, self._arguments(function)]
-        end = [{"type": "const_string", "value": self.end}] if self.end else []
-        return {"type": "sequence", "elements": [*elements, *end]}
-
     def _tag(self, function: Function) -> dict[str, Any]:
-        return {"type": "tag", "begin": self._begin(function), "content": self._arguments(function), "end": self.end}
+        begin = self.before_name + function.name + self.before_arguments
+        return {"type": "tag", "begin": begin, "content": self._arguments(function), "end": self.end}
 
     def _arguments(self, function: Function) -> dict[str, Any]:
         schema = function.schema_of_arguments
