@@ -21,7 +21,6 @@ from msgspec import Struct
 
 from compiled_llm.engine.apart.exchange import Failed, received, send
 
-
 _M_ARENA_MAX = -8  # of malloc.h
 
 

@@ -17,7 +17,7 @@ from compiled_llm.requests.decisions.decider import Decider, QuestionError
 from compiled_llm.requests.decisions.label_read import LabelRead
 from compiled_llm.requests.decisions.part import decisions_of
 from compiled_llm.requests.outputs import Decisions
-from compiled_llm.server.decisions.asked import Asked
+from compiled_llm.server.decisions.asked_questions import AskedQuestions
 from compiled_llm.server.decisions.request import DecisionsRequest, SystemOneRequest
 from compiled_llm.server.decisions.response import (
     DecisionsResponse,
@@ -46,8 +46,8 @@ router = APIRouter(route_class=BodyRoute)
 async def create_systemone(body: SystemOneRequest, request: Request) -> Response:
     """Answer typed questions about a state: with the probability of every answer that is allowed."""
 
-    def given() -> Asked:
-        return Asked(body.state, body.questions, "state", "questions.{}".format)
+    def given() -> AskedQuestions:
+        return AskedQuestions(body.state, body.questions, "state", "questions.{}".format)
 
     def response(found: Decisions, model: str) -> BaseModel:
         diagnostics = {name: QuestionDiagnostics(**own._asdict()) for name, own in found.diagnostics.items()}
@@ -61,8 +61,8 @@ async def create_systemone(body: SystemOneRequest, request: Request) -> Response
 async def create_decisions(body: DecisionsRequest, request: Request) -> Response:
     """Answer typed questions about an input, in the form of OpenAI's Decisions API."""
 
-    def given() -> Asked:
-        return Asked(body.state(), asked(body.questions), "input", "questions[{}]".format, CRITERIA)
+    def given() -> AskedQuestions:
+        return AskedQuestions(body.state(), asked(body.questions), "input", "questions[{}]".format, CRITERIA)
 
     def response(found: Decisions, model: str) -> BaseModel:
         each = zip(body.questions, found.values(), found.diagnostics.values(), strict=True)
@@ -75,7 +75,7 @@ async def create_decisions(body: DecisionsRequest, request: Request) -> Response
 async def _decided(
     body: WaitingFields,
     request: Request,
-    given: Callable[[], Asked],
+    given: Callable[[], AskedQuestions],
     param: str,
     count: int,
     response: Callable[[Decisions, str], BaseModel],
@@ -94,7 +94,7 @@ async def _decided(
         answers.close()
 
 
-def _reads(api_server: ApiServer, model: Model, given: Asked) -> Sequence[LabelRead]:
+def _reads(api_server: ApiServer, model: Model, given: AskedQuestions) -> Sequence[LabelRead]:
     """Return the questions' prompts; ApiError, by the client's own field, if one is impossible or too long."""
     most, count = min(MAX_QUESTIONS, api_server.settings.max_choices), len(given.questions)
     if count > most:

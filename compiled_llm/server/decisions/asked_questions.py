@@ -14,7 +14,7 @@ from compiled_llm.server.openai.tokenizer.vocabulary import check_texts
 _MAX_CHARACTERS = 2**24  # of the state, times the questions: each has it in a prompt that is made tokens
 
 
-class Asked:
+class AskedQuestions:
     """Questions about a state, by the client's own fields."""
 
     def __init__(
