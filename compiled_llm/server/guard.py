@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -16,7 +17,7 @@ import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.server.chat_page import page
-from compiled_llm.server.http.api_error import ApiError, unexpected
+from compiled_llm.server.http.api_error import ApiError, of_exception, unexpected
 from compiled_llm.server.openai.common.api_server import REQUEST_ID
 from compiled_llm.server.openai.metrics import ApiServerMetrics
 from compiled_llm.server.settings import ApiServerSettings
@@ -70,6 +71,9 @@ class Guard:
             await self._app(scope, receive, entry.send)
         except ApiError as error:
             await error.response()(scope, receive, entry.send)
+        except asyncio.CancelledError as error:  # before there was an answer; events tell of it themselves
+            if not entry.status:
+                await of_exception(error).response()(scope, receive, entry.send)
         except Exception:  # of ours
             logger.exception("compiled_llm: %s has failed", entry.id)
             if not entry.status:

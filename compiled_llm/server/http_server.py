@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import socket
@@ -23,6 +24,7 @@ from compiled_llm.server.settings import ApiServerSettings
 logger = logging.getLogger("compiled_llm.server")
 
 _KEEP_ALIVE_SECONDS = 30
+_LAST_WORDS = 1.0  # seconds that clients have to take what they are told at the end
 
 
 class HttpServer(uvicorn.Server):
@@ -77,12 +79,18 @@ class HttpServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let the application end, too, when requests are ended: uvicorn would drop it, with a traceback."""
+        """Let requests end, tell those that have not ended in time that they will not, and end the application."""
+        # Uvicorn cancels those that take too long, but not at a second signal, and waits for none to say so; at a
+        # second signal it drops the application, with a traceback.
         if (left := len(self.server_state.tasks)) and not self.force_exit:
             logger.info("compiled_llm: requests that may end first: %d; a second signal ends them", left)
         await super().shutdown(sockets)
         if self.force_exit:
+            for request in self.server_state.tasks:
+                request.cancel()
             await self.lifespan.shutdown()
+        if ending := set(self.server_state.tasks):
+            await asyncio.wait(ending, timeout=_LAST_WORDS)
 
 
 class ListeningServer(HttpServer):

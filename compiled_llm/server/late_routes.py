@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
 from starlette.routing import BaseRoute
 
 from compiled_llm.features import LATE_ROUTES, feature, has
+from compiled_llm.server.daemon_threads import in_thread
 
 
 class LateRoutes:
@@ -22,7 +22,7 @@ class LateRoutes:
         """Return the routes of the part that serves a path, which the application has now; none if no part does."""
         if (name := self._features.get(path)) is None:
             return ()
-        await asyncio.to_thread(feature, name, "server")  # imports it
+        await in_thread(lambda: feature(name, "server"))  # imports it
         return self._added(name)
 
     def add_all(self) -> None:

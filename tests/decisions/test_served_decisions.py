@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from compiled_llm.engine.engine import Engine
+from compiled_llm.requests.decisions.decider import Decider
 from support.engine.decisions import SETTINGS, check, deciding, saved_settings
 from support.server.engine_processes import engine_in_thread
 from support.server.running_servers import RunningServer, running_server
@@ -40,6 +42,9 @@ OPENAI: list[dict[str, Any]] = [
 ASKED = {"state": STATE, "questions": QUESTIONS}
 IMAGE = {"type": "input_image", "image_url": "data:,"}
 PREDICATE = {"type": "predicate", "instructions": "a"}
+A_LONG, A_LONG_CHOICE, LONG = "questions.a.instructions", "questions.a.criteria", "long " * 2000
+LONG_CHOICE = {"type": "choice", "instructions": "a", "choices": [{"value": "a"}, {"value": "b", "description": LONG}]}
+LONG_LEVEL = {"type": "score", "instructions": "a", "levels": [{"label": "a"}, {"label": LONG}]}
 TWICE = {"type": "choice", "instructions": "a", "choices": [{"value": "a"}, {"value": "a"}]}
 
 
@@ -116,6 +121,19 @@ def test_questions_of_one_request_compute_the_state_once(api_server: RunningServ
         (SYSTEM_ONE, {**ASKED, "questions": {str(n): {"type": "noul"} for n in range(65)}}, "questions"),
         (SYSTEM_ONE, {**ASKED, "assets": {"img": {"data_base64": ""}}}, "assets"),
         (SYSTEM_ONE, {**ASKED, "temperature": 1}, "temperature"),
+        (SYSTEM_ONE, {**ASKED, "state": [12345] * 5000}, "state"),
+        (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "noul", "instructions": "long " * 2000}}}, A_LONG),
+        (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "noul", "instructions": "long " * 2**20}}}, A_LONG),
+        (
+            SYSTEM_ONE,
+            {**ASKED, "questions": {"a": {"type": "choice", "criteria": {"b": LONG}}}},
+            "questions.a.criteria",
+        ),
+        (SYSTEM_ONE, {"state": "a", "questions": {"a": {"type": "score", "criteria": [LONG]}}}, A_LONG_CHOICE),
+        (DECISIONS, {"input": "a", "questions": [{**PREDICATE, "instructions": LONG}]}, "questions[0].instructions"),
+        (DECISIONS, {"input": "a", "questions": [PREDICATE, LONG_CHOICE]}, "questions[1].choices"),
+        (DECISIONS, {"input": "a", "questions": [PREDICATE, LONG_LEVEL]}, "questions[1].levels"),
+        (DECISIONS, {"input": LONG, "questions": [PREDICATE]}, "input"),
         (DECISIONS, {"input": "a", "questions": []}, "questions"),
         (DECISIONS, {"input": "a", "questions": [PREDICATE, {"type": "noul"}]}, "questions[1]"),
         (DECISIONS, {"input": "a", "questions": [TWICE]}, "questions[0].choices[1].value"),
@@ -131,6 +149,47 @@ def test_what_is_impossible_is_refused_by_its_path(
     response = api_server.http.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (SYSTEM_ONE, {"state": "a", "questions": {"a": {"type": "noul", "instructions": "long " * 5000}}}),
+        (SYSTEM_ONE, {"state": "long " * 1000, "questions": {str(n): {"type": "noul"} for n in range(8)}}),
+        (DECISIONS, {"input": "a", "questions": [{**PREDICATE, "instructions": "long " * 5000}]}),
+    ],
+    ids=["instructions", "the state of several", "decisions"],
+)
+def test_long_texts_leave_the_event_loop(
+    api_server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    threads, reads = [], Decider.reads
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return reads(*arguments)
+
+    monkeypatch.setattr(Decider, "reads", noted)
+    for length, given in ((0, ASKED), (1, body)):
+        api_server.http.post(path if length else SYSTEM_ONE, json=given)
+        assert len(threads) == length + 1
+    assert threads[0] is api_server._thread
+    assert threads[1] is not api_server._thread
+
+
+def test_texts_that_surely_do_not_fit_are_not_made_tokens(
+    api_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("it has been made tokens")
+
+    monkeypatch.setattr(Decider, "_tokens", fail)
+    for field, value in (("instructions", "a" * 2**20), ("criteria", {"true": "a" * 2**20})):
+        questions = {"short": {"type": "noul"}, "long": {"type": "noul", field: value}}
+        response = api_server.http.post(SYSTEM_ONE, json={"state": "a", "questions": questions})
+        error = response.json()["error"]
+        assert response.status_code == 400, error
+        assert (error["param"], error["code"]) == (f"questions.long.{field}", "context_length_exceeded")
 
 
 def test_labels_that_are_not_single_tokens_are_refused(engine: Engine, api_server: RunningServer) -> None:

@@ -47,6 +47,7 @@ pytestmark = pytest.mark.whole
 LOST = "the device has failed (an illegal memory access was encountered)"
 CUT = ""
 """The last line of a stream whose server has gone is any but ``DONE``."""
+ENDS = '"code":"server_ends"'
 
 
 def kill_engine_process(server: Served) -> None:
@@ -145,9 +146,9 @@ DEATHS = {
     "server of three API servers, killed": Death(3, kill_server, {CUT: 9}, "told to end", -signal.SIGKILL),
     "one API server, told to end": Death(1, tell(TERM), {DONE: 3}, "length", 0),
     "three API servers, told to end": Death(3, tell(TERM), {DONE: 9}, "length", 0),
-    "one API server, told to end soon": Death(1, tell(TERM), {CUT: 3}, "Engine", 0, ("--drain-seconds", "1"), 8),
-    "three API servers, told to end soon": Death(3, tell(TERM), {CUT: 9}, "Engine", 0, ("--drain-seconds", "1"), 8),
-    "one API server, Ctrl-C twice": Death(1, tell(INT, INT), {CUT: 3}, "Engine", 0, (), 8),
+    "one API server, told to end soon": Death(1, tell(TERM), {ENDS: 3}, "Engine", 0, ("--drain-seconds", "1"), 8),
+    "three API servers, told to end soon": Death(3, tell(TERM), {ENDS: 9}, "Engine", 0, ("--drain-seconds", "1"), 8),
+    "one API server, Ctrl-C twice": Death(1, tell(INT, INT), {ENDS: 3}, "Engine", 0, (), 8),
     "three API servers, Ctrl-C in a hurry": Death(3, hurry, {CUT: 9}, "Engine", 0, (), 8),
 }
 

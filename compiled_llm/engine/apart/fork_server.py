@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import selectors
@@ -19,6 +20,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from msgspec import Struct
 
 from compiled_llm.engine.apart.exchange import Failed, received, send
+
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 class LimitedTask(Protocol):
@@ -52,6 +55,7 @@ class ForkServer(ABC, Generic[TaskT]):
     def __init__(self, messages: Any, max_bytes: int) -> None:
         """Read ``messages`` of at most ``max_bytes`` from the standard input, a socket."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that ends this one
+        _share_one_heap()
         self._messages, self._max_bytes = messages, max_bytes
         self._asker = socket.socket(fileno=os.dup(sys.stdin.fileno()))
         self._silent = os.open(os.devnull, os.O_RDWR)
@@ -149,9 +153,14 @@ class ForkServer(ABC, Generic[TaskT]):
             send(end, self._failure(error, task), self._max_bytes)
 
     def _failure(self, error: Exception, task: LimitedTask) -> Failed:
-        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+        if lacks_memory(error):
             return Failed("limit", f"it takes more than {task.memory:,} bytes of memory")
         return Failed("invalid", self.said(error))
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether a library has failed since there was no memory."""
+    return isinstance(error, MemoryError) or "bad_alloc" in str(error)
 
 
 def _end_with(end: socket.socket) -> None:
@@ -159,6 +168,12 @@ def _end_with(end: socket.socket) -> None:
     with suppress(OSError):
         end.recv(1)
     os._exit(0)
+
+
+def _share_one_heap() -> None:
+    """Have all threads take memory from one heap: each would reserve 64 MiB of addresses, which count as memory."""
+    with suppress(OSError, AttributeError):  # only glibc has several
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _limit(task: LimitedTask) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec import Struct
-from xgrammar import GrammarCompiler, TokenizerInfo
+from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 from compiled_llm.engine.apart.exchange import Failed
-from compiled_llm.engine.apart.fork_server import ForkServer
+from compiled_llm.engine.apart.fork_server import ForkServer, lacks_memory
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, said
 from compiled_llm.engine.grammars.worker_messages import (
     MAX_BYTES,
     MAX_COMPILED,
+    MAX_TEXT,
     Compile,
     Compiled,
     FromEngine,
@@ -46,7 +47,23 @@ class Worker(ForkServer[Compile]):
         found = task.source.compiled(self._compilers[task.vocabulary])
         if found.memory_size_bytes > MAX_COMPILED:
             return Failed("limit", f"compiled, it has more than {MAX_COMPILED:,} bytes")
-        return Vetted() if 3 * found.memory_size_bytes > MAX_BYTES else Compiled(found.serialize_json())
+        if (text := _serialized(found)) is None:
+            return Vetted()
+        return Compiled(text)
 
     def said(self, error: Exception) -> str:
         return said(error)
+
+
+def _serialized(grammar: CompiledGrammar) -> str | None:
+    """Return a grammar as text; None if it is too long to be sent, or takes more memory to write than there is."""
+    # Masks that rules share in memory are written for each of them, and xgrammar takes 16 times the text to write it.
+    if grammar.memory_size_bytes > MAX_TEXT:
+        return None
+    try:
+        text: str = grammar.serialize_json()
+    except Exception as error:
+        if lacks_memory(error):
+            return None
+        raise
+    return text if len(text) <= MAX_TEXT else None

@@ -9,8 +9,10 @@ from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 
 MAX_BYTES = 2**25
 """Of a compiled grammar that is sent, and of the tokens of a tokenizer: to read one takes six times as much memory."""
+MAX_TEXT = MAX_BYTES // 2
+"""Characters of a compiled grammar that is sent, also if each has two bytes; a longer one is compiled again."""
 MAX_COMPILED = 2**27
-"""Bytes of a compiled grammar in memory; serialised, it has up to three times as many."""
+"""Bytes of a compiled grammar in memory; serialised, it can have ten times as many."""
 
 
 class WorkerVocabulary(Struct, tag="vocabulary", frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -69,12 +69,15 @@ class Decider:
     def _read_by_template(self) -> frozenset[str]:
         return variables_of(self.config.chat_template or self._transformers.DECISION_PROMPT)
 
-    def reads(self, state: Any, questions: Any) -> list[LabelRead]:
+    def reads(
+        self, state: Any, questions: Any, check: Callable[[Sequence[Any]], object] = lambda group: None
+    ) -> list[LabelRead]:
         """Return the prompt of each question, in order; QuestionError if one is impossible.
 
         Args:
             state: what the questions are about: text, or JSON.
             questions: by name: ``{"type": "choice" | "score" | "noul", "instructions": ..., "criteria": ...}``.
+            check: is given transformers' questions of each prompt, before one is made tokens; it may raise.
         """
         check_texts(state, "state")
         check_texts(questions, "questions")
@@ -82,6 +85,8 @@ class Decider:
             state, questions = self._without_sentinels([state, questions])
         asked = self._parsed(questions)
         groups = [asked] if "questions" in self._read_by_template else [[question] for question in asked]
+        for group in groups:
+            check(group)
         return [read for group in groups for read in self._reads(state, group)]
 
     def _without_sentinels(self, given: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Request
@@ -17,7 +17,7 @@ from compiled_llm.requests.decisions.decider import Decider, QuestionError
 from compiled_llm.requests.decisions.label_read import LabelRead
 from compiled_llm.requests.decisions.part import decisions_of
 from compiled_llm.requests.outputs import Decisions
-from compiled_llm.requests.prompts import strings_in
+from compiled_llm.server.decisions.asked_questions import AskedQuestions
 from compiled_llm.server.decisions.request import DecisionsRequest, SystemOneRequest
 from compiled_llm.server.decisions.response import (
     DecisionsResponse,
@@ -26,67 +26,66 @@ from compiled_llm.server.decisions.response import (
     QuestionDiagnostics,
     SystemOneResponse,
 )
-from compiled_llm.server.decisions.translation import answered, asked
+from compiled_llm.server.decisions.translation import CRITERIA, answered, asked
 from compiled_llm.server.http.api_error import invalid, not_served
 from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import in_thread_if_long, written
-from compiled_llm.server.openai.common.api_server import ApiServer, api_server_of, new_id
+from compiled_llm.server.openai.common.api_server import ApiServer, api_server_of, check_length, new_id
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 from compiled_llm.server.openai.fields.sampling import WaitingFields
-from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary, check_texts
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 MAX_QUESTIONS = 64  # of a request, as vLLM has it
-_MAX_CHARACTERS = 2**24  # of the state, times the questions: each has it in a prompt that is made tokens
 _deciders: WeakKeyDictionary[Vocabulary, Decider] = WeakKeyDictionary()
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class _Asked(NamedTuple):
-    """The questions of a request, and how a client names what is wrong with them."""
-
-    state: Any
-    questions: dict[str, Any]
-    param: str  # of the state
-    path: Callable[[str], str]  # of a question, by its name
-
-
 @router.post("/v1/systemone", response_model=SystemOneResponse, responses=ERRORS)
 async def create_systemone(body: SystemOneRequest, request: Request) -> Response:
     """Answer typed questions about a state: with the probability of every answer that is allowed."""
-    given = _Asked(body.state, body.questions, "state", "questions.{}".format)
+
+    def given() -> AskedQuestions:
+        return AskedQuestions(body.state, body.questions, "state", "questions.{}".format)
 
     def response(found: Decisions, model: str) -> BaseModel:
         diagnostics = {name: QuestionDiagnostics(**own._asdict()) for name, own in found.diagnostics.items()}
         head: dict[str, Any] = {"id": new_id("decision"), "created": int(time.time()), "model": model}
         return SystemOneResponse(answers=found, usage=_usage(found), diagnostics=diagnostics, **head)
 
-    return await _decided(body, request, given, response)
+    return await _decided(body, request, given, "state", len(body.questions), response)
 
 
 @router.post("/v1/decisions", response_model=DecisionsResponse, responses=ERRORS)
 async def create_decisions(body: DecisionsRequest, request: Request) -> Response:
     """Answer typed questions about an input, in the form of OpenAI's Decisions API."""
-    given = _Asked(body.state(), asked(body.questions), "input", "questions[{}]".format)
+
+    def given() -> AskedQuestions:
+        return AskedQuestions(body.state(), asked(body.questions), "input", "questions[{}]".format, CRITERIA)
 
     def response(found: Decisions, model: str) -> BaseModel:
         each = zip(body.questions, found.values(), found.diagnostics.values(), strict=True)
         answers = [answered(question, answer, own.label_mass) for question, answer, own in each]
         return DecisionsResponse(model=model, answers=answers, usage=_usage(found))
 
-    return await _decided(body, request, given, response)
+    return await _decided(body, request, given, "input", len(body.questions), response)
 
 
 async def _decided(
-    body: WaitingFields, request: Request, given: _Asked, response: Callable[[Decisions, str], BaseModel]
+    body: WaitingFields,
+    request: Request,
+    given: Callable[[], AskedQuestions],
+    param: str,
+    count: int,
+    response: Callable[[Decisions, str], BaseModel],
 ) -> Response:
     api_server = api_server_of(request)
     model = api_server.writer_for(body.model)
-    characters = _characters(api_server, given)
-    reads = await in_thread_if_long(lambda: _reads(model, given), characters)
+    characters = len(await request.body()) * count  # each question has the state in its prompt
+    reads = await in_thread_if_long(lambda: _reads(api_server, model, given()), characters)
     prompts, params = [read.prompt for read in reads], [read.params for read in reads]
-    answers = await api_server.submit(request, prompts, params, given.param, body, None)
+    answers = await api_server.submit(request, prompts, params, param, body, None)
     try:
         await answers.ended()
         found = decisions_of(reads, map(RemoteHandle.output, answers.handles))
@@ -95,31 +94,24 @@ async def _decided(
         answers.close()
 
 
-def _characters(api_server: ApiServer, given: _Asked) -> int:
-    """Return how many are made tokens; ApiError if these, or the questions, are too many."""
+def _reads(api_server: ApiServer, model: Model, given: AskedQuestions) -> Sequence[LabelRead]:
+    """Return the questions' prompts; ApiError, by the client's own field, if one is impossible or too long."""
     most, count = min(MAX_QUESTIONS, api_server.settings.max_choices), len(given.questions)
     if count > most:
         raise invalid(f"questions: there are {count}, and there can be {most}", "questions")
-    check_texts(given.state, given.param)
-    check_texts(given.questions, "questions")
-    characters = sum(map(len, strings_in(given.state))) * count
-    if characters > _MAX_CHARACTERS:
-        raise invalid(
-            f"{given.param}: its length times the questions is {characters:,} characters, and it can be "
-            f"{_MAX_CHARACTERS:,}; shorten it, or ask fewer at once",
-            given.param,
-            "context_length_exceeded",
-        )
-    return characters
+    given.check()
 
+    def check(group: Sequence[Any]) -> None:
+        model.vocabulary.check_fits("\n".join(given.texts(group).values()), given.longest(group))
 
-def _reads(model: Model, given: _Asked) -> Sequence[LabelRead]:
-    decider = _decider(model)
     try:
-        return decider.reads(given.state, given.questions)
+        reads = _decider(model).reads(given.state, given.questions, check)
     except QuestionError as error:
         path = "questions" if error.name is None else given.path(error.name)
         raise invalid(f"{path}: {error.said}", path) from None
+    for read in reads:
+        check_length(read.prompt, read.params, given.longest([read.question]), model.ready)
+    return reads
 
 
 def _decider(model: Model) -> Decider:

@@ -15,6 +15,9 @@ from compiled_llm.server.decisions.request import (
 )
 from compiled_llm.server.http.api_error import invalid
 
+CRITERIA = {"choice": "choices", "score": "levels"}
+"""OpenAI's fields of a question's criteria, by its type."""
+
 
 def asked(questions: Sequence[AnyQuestion]) -> dict[str, dict[str, Any]]:
     """Return questions by their places; ApiError if a choice has a value twice."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.protocol.messages import Ended, Refused, StepUpdates, Submit, Summary, Update
+from compiled_llm.server.daemon_threads import DaemonThreads, in_thread
 from compiled_llm.server.http.memory import MEMORY
 
 if TYPE_CHECKING:  # imports torch
@@ -17,8 +17,9 @@ if TYPE_CHECKING:  # imports torch
 
 _LONG = frozenset(("structured_outputs", "bad_words", "allowed_token_ids"))
 """Settings that are read for as long as their text is."""
-_OF_PICTURES = ThreadPoolExecutor(64, "compiled_llm pictures")
+_OF_PICTURES = DaemonThreads(64, "compiled_llm pictures")
 """Threads of requests with pictures, which mostly wait for the turn of one of them; others need threads meanwhile."""
+_OTHERS = DaemonThreads(32, "compiled_llm beginnings")
 _LONG_PROMPT = 2**14  # tokens of a prompt that are looked at for milliseconds
 
 
@@ -65,10 +66,10 @@ class Beginnings:
 
     async def _begin(self, submit: Submit) -> None:
         indices = self._cancelled[submit.request]
-        threads = None if submit.pictured is None else _OF_PICTURES
+        threads = _OTHERS if submit.pictured is None else _OF_PICTURES
         wanted = functools.partial(_is_whole, indices)
         try:
-            begun = await asyncio.get_running_loop().run_in_executor(threads, self._desk.begin, submit, wanted)
+            begun = await in_thread(lambda: self._desk.begin(submit, wanted), threads)
         except UnwantedError:
             begun = None
         finally:

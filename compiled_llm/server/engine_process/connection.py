@@ -28,6 +28,7 @@ from compiled_llm.protocol.messages import (
     Summary,
     Update,
 )
+from compiled_llm.server.daemon_threads import in_thread
 from compiled_llm.server.defaults import MAX_UNSENT
 from compiled_llm.server.engine_process.beginnings import Beginnings, cancelled, takes_long
 from compiled_llm.server.engine_process.transport import Transport
@@ -189,7 +190,7 @@ class ClientConnection:
             await self._transport.taken()
 
     async def _answer(self, question: AskTokens | AskText) -> None:
-        self.send(await asyncio.to_thread(self._desk.reply, question))  # a long text takes long
+        self.send(await in_thread(lambda: self._desk.reply(question)))  # a long text takes long
 
     def _handle(self, message: FromClient) -> None:
         match message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,6 +72,8 @@ def of_exception(error: BaseException) -> ApiError:
     """Return an exception as a client is told of it; an unexpected one says nothing but that it was one."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, asyncio.CancelledError):  # only the end of the server cancels the task of a request
+        return unavailable("the server ends, and does not wait for the answer any longer; ask again", "server_ends")
     if isinstance(error, EngineBusyError):
         return ApiError(429, _plain(error), code="queue_full", headers={"Retry-After": _BUSY_SECONDS})
     if isinstance(error, EngineDeadError):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from compiled_llm.server.daemon_threads import in_thread
 from compiled_llm.server.http.memory import MEMORY
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ async def in_thread_if_long(function: Callable[[], T], characters: int) -> T:
     if characters < _LONG:
         return function()
     try:
-        return await asyncio.to_thread(function)
+        return await in_thread(function)
     finally:
         if characters >= _HUGE:
             MEMORY.give_back_soon()

@@ -9,11 +9,11 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from compiled_llm.server.daemon_threads import DaemonThreads, in_thread
 from compiled_llm.server.defaults import MAX_REQUEST_PIXELS
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.http.worker_thread import in_thread_if_long
@@ -22,7 +22,7 @@ from compiled_llm.server.settings import ApiServerSettings
 
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,", re.ASCII | re.IGNORECASE)
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
-_FETCHING = ThreadPoolExecutor(16, "compiled_llm fetching")  # which waits; long texts need threads meanwhile
+_FETCHING = DaemonThreads(16, "compiled_llm fetching")  # which waits; long texts need threads meanwhile
 _SECONDS = 10.0  # that all of fetching one picture may take
 _LONGEST_ADDRESS = 4096  # characters
 
@@ -57,9 +57,9 @@ async def _file(image: GivenImage, settings: ApiServerSettings) -> tuple[bytes, 
     elif len(image.url) > _LONGEST_ADDRESS:
         raise invalid(f"{image.path}: is an address of more than {_LONGEST_ADDRESS:,} characters", image.path)
     elif scheme == "file":
-        file = await asyncio.to_thread(_local, image, settings)
+        file = await in_thread(lambda: _local(image, settings))
     elif scheme in ("http", "https"):
-        file = await asyncio.get_running_loop().run_in_executor(_FETCHING, _fetched, image, settings)
+        file = await in_thread(lambda: _fetched(image, settings), _FETCHING)
     else:
         raise invalid(f"{image.path}: give data:image/png;base64,... or an address", image.path)
     return file, await in_thread_if_long(lambda: _checked(image, file, settings.max_image_pixels), len(file))

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+import reprlib
 import uuid
 from typing import Annotated, Any, Literal, Optional
 
@@ -371,6 +372,17 @@ NOT_FOLLOWED: list[tuple[dict[str, Any], str]] = [
     ({"type": "objectt"}, "type='objectt', which must be one of object, array, "),
     ({"minimum": "1"}, "minimum='1', which must be a number, at #"),
     ({"type": "number", "minimum": 1e-9}, "minimum=1e-09, a bound with too many digits, at #"),
+    *(
+        ({"type": kind, name: bound}, f"{name}={reprlib.repr(bound)}, {said}, at #")
+        for bound in (10**308, 10**309, 10**4000)
+        for kind, name, said in [
+            ("integer", "minimum", "a bound with too many digits"),
+            ("number", "exclusiveMaximum", "a bound with too many digits"),
+            ("string", "maxLength", "which must be a whole number, 0 or more and below 2**63"),
+            ("array", "minItems", "which must be a whole number, 0 or more and below 2**63"),
+            ("object", "maxProperties", "which must be a whole number, 0 or more and below 2**63"),
+        ]
+    ),
     ({"const": 2**70}, "a number with too many digits, at #"),
     ({"anyOf": [{"$ref": "#"}, {}], "maximum": 1}, "a $ref into itself, beside other keywords, at #"),
     ({"pattern": r"^\p{L}$"}, r"a pattern with the escape \p at character 3 at #"),

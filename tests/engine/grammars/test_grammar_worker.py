@@ -212,6 +212,15 @@ def test_masks_are_those_of_grammars_compiled_in_this_process(lasting_worker, vo
         assert_same_masks(rng, source.compiled(compiler), xgr.CompiledGrammar.deserialize_json(answer.grammar, INFO))
 
 
+def test_what_compiles_within_its_limits_is_not_refused_for_what_it_takes_to_send(lasting_worker):
+    """Each bounded string adds five megabytes of text and a hundred of memory to write it, and little of its own."""
+    properties = {f"p{number}": {"type": "string", "maxLength": 1000 + number} for number in range(6)}
+    source = StructuredOutputsParams(json={"type": "object", "properties": properties}).source
+    vocabulary = WorkerVocabulary(0, INFO.serialize_json(), 4)
+    answer = lasting_worker.compile(Compile(0, source, 30, 2**27), vocabulary, wanted)
+    assert isinstance(answer, Vetted), answer
+
+
 @pytest.mark.whole
 def test_a_large_grammar_is_vetted_there_and_compiled_here(worker, vocabulary):
     large = GrammarSource("regex", "[a-y]" * 40_000)

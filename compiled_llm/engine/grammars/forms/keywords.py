@@ -27,6 +27,8 @@ FORMATS = (
 )
 """Formats of strings that xgrammar knows."""
 
+WHOLE = 2**63  # whole numbers are smaller: xgrammar has 64 bits for them
+
 
 class NotFollowedError(ValueError):
     """A schema has something that a grammar cannot follow; the message says what, and not where."""
@@ -49,11 +51,13 @@ def _are_names(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, int) or math.isfinite(value)  # which asks for a float: a whole number may be none
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return _is_number(value) and 0 <= value < WHOLE and value == int(value)
 
 
 def _is_text(value: Any) -> bool:
@@ -68,7 +72,7 @@ _Form = tuple[Callable[[Any], bool], str]
 _SCHEMA: _Form = (_is_schema, "a schema")
 _SCHEMAS: _Form = (_are_schemas, "a list of schemas")
 _NAMED: _Form = (_named_schemas, "schemas by name")
-_COUNT: _Form = (_is_count, "a whole number, 0 or more")
+_COUNT: _Form = (_is_count, "a whole number, 0 or more and below 2**63")
 _NUMBER: _Form = (_is_number, "a number")
 _TEXT: _Form = (_is_text, "a string")
 _VALUES: _Form = (lambda value: isinstance(value, list) and value != [], "a list of values, one at least")

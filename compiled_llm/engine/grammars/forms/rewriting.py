@@ -16,6 +16,7 @@ from compiled_llm.engine.grammars.forms.keywords import (
     FORMATS,
     OF_TYPE,
     TYPES,
+    WHOLE,
     NotFollowedError,
     check_keywords,
 )
@@ -38,7 +39,6 @@ from compiled_llm.engine.grammars.forms.leaves import (
 _STRINGS: Leaves = [{"type": "string"}]
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 _MOST_APART = 100  # alternatives each of which is compared with all others
-_WHOLE = 2**63  # whole numbers are smaller: xgrammar has 64 bits for them
 _EXACT = 10**15  # fractions are smaller: xgrammar writes six digits after the point, and a float has 15 in all
 
 
@@ -416,9 +416,9 @@ def _checked_number(leaf: Leaf) -> Leaf:
     for name, bound in leaf.items():
         if name == "type":
             continue
-        exact = abs(bound) < _WHOLE if leaf["type"] == "integer" else abs(bound) < _EXACT and round(bound, 6) == bound
+        exact = abs(bound) < WHOLE if leaf["type"] == "integer" else abs(bound) < _EXACT and round(bound, 6) == bound
         if not exact:
-            raise NotFollowedError(f"{name}={bound!r}, a bound with too many digits,")
+            raise NotFollowedError(f"{name}={reprlib.repr(bound)}, a bound with too many digits,")
     return leaf
 
 
@@ -431,6 +431,6 @@ def _checked_value(given: Any) -> Any:
             waiting += each.values() if isinstance(each, Mapping) else each
         elif isinstance(each, float) and not math.isfinite(each):
             raise NotFollowedError(f"the value {each!r}")
-        elif isinstance(each, int) and abs(each) >= _WHOLE:
+        elif isinstance(each, int) and abs(each) >= WHOLE:
             raise NotFollowedError(f"the value {reprlib.repr(each)}, a number with too many digits,")
     return given

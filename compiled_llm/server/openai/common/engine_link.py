@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from compiled_llm.client import AsyncClient, EngineProcessError
 from compiled_llm.protocol.messages import Ready
+from compiled_llm.server.daemon_threads import in_thread
 from compiled_llm.server.http.api_error import unavailable
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenBytes
 from compiled_llm.server.openai.tokenizer.vocabulary import TokenizerError, Vocabulary, load_vocabulary
@@ -126,7 +127,7 @@ class EngineLink:
         """Load the tokenizer that the engine process names, which it does once it is ready."""
         ready = await (await self._connected()).wait_until_ready()
         try:
-            return await asyncio.to_thread(load_vocabulary, ready, self._escapes)
+            return await in_thread(lambda: load_vocabulary(ready, self._escapes))
         finally:
             self._forget()
 

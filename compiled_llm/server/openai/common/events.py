@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
@@ -45,14 +46,14 @@ class EventStream(Response):
                     last += events
                 elif events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-        except Exception as error:  # the status was sent long ago
+        except (Exception, asyncio.CancelledError) as error:  # the status was sent long ago
             end = _failed(error)
         finally:
             self._answers.close()
         await send({"type": "http.response.body", "body": last + end, "more_body": False})
 
 
-def _failed(error: Exception) -> bytes:
+def _failed(error: BaseException) -> bytes:
     writer = of_exception(error)
     if writer.status == 500:
         logger.exception("compiled_llm: a stream has failed")

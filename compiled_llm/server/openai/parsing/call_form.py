@@ -25,10 +25,13 @@ SAMPLE_TOOL = {"type": "function", "function": {"name": _NAME, "description": "a
 Read = Callable[[str], Parts]  # returns the parts of an answer
 
 
-def sample_chat(calls: int) -> list[dict[str, Any]]:
-    """Return a chat whose last message has so many calls; without any, it ends before that message."""
+_SAMPLE_IDS = ("sample000", "sample001")  # which templates of Mistral's models take, too
+
+
+def sample_chat(calls: int, ids: Sequence[str] = _SAMPLE_IDS) -> list[dict[str, Any]]:
+    """Return a chat whose last message has so many calls, with these ids; without any, it ends before that message."""
     function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
-    entries = [{"id": f"sample{number:03}", "type": "function", "function": function} for number in range(calls)]
+    entries = [{"id": each, "type": "function", "function": function} for each in ids[:calls]]
     answer = {"role": "assistant", "content": "", "tool_calls": entries}
     return [{"role": "user", "content": "hi"}, *([answer] if calls else [])]
 
@@ -46,12 +49,13 @@ class CallForm:
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return calls, one at least, as a structural tag of xgrammar's; more than one only if ``several``."""
-        one = {"type": "or", "elements": [self._call(function) for function in functions]}
-        if not several or self.separator is None:
-            return one
-        parts = [{"type": "const_string", "value": self.separator}] if self.separator else []
-        again = {"type": "sequence", "elements": [*parts, one]}
-        return {"type": "sequence", "elements": [one, {"type": "star", "content": again}]}
+        return {
+            "type": "tags_with_separator",
+            "tags": [self._tag(function) for function in functions],
+            "separator": self.separator or "",
+            "at_least_one": True,
+            "stop_after_first": not several or self.separator is None,
+        }
 
     def beside_text(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return text that may have calls in it, as a structural tag of xgrammar's."""
@@ -65,16 +69,9 @@ class CallForm:
         several = [one] if self.separator is None else [one, one + self.separator + one]
         return all(_is_read(read(text), number) for number, text in enumerate(several, start=1))
 
-    def _begin(self, function: Function) -> str:
-        return self.before_name + function.name + self.before_arguments
-
-    def _call(self, function: Function) -> dict[str, Any]:
-        elements = [{"type": "const_string", "value": self._begin(function)}, self._arguments(function)]
-        end = [{"type": "const_string", "value": self.end}] if self.end else []
-        return {"type": "sequence", "elements": [*elements, *end]}
-
     def _tag(self, function: Function) -> dict[str, Any]:
-        return {"type": "tag", "begin": self._begin(function), "content": self._arguments(function), "end": self.end}
+        begin = self.before_name + function.name + self.before_arguments
+        return {"type": "tag", "begin": begin, "content": self._arguments(function), "end": self.end}
 
     def _arguments(self, function: Function) -> dict[str, Any]:
         schema = function.schema_of_arguments

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, CallPiece, Parts
+from compiled_llm.server.openai.parsing.call_ids import openai_id
 from compiled_llm.server.openai.parsing.call_text import CallText
 from compiled_llm.server.openai.parsing.delimiters import Delimiters
 from compiled_llm.server.openai.parsing.half_characters import escaped, replaced, written
@@ -35,10 +35,12 @@ class ParsedReader:
         begin_call: BeginCall | None = None,
         prompt: str = "",
         finds_calls: bool = True,
+        new_id: Callable[[], str] = openai_id,
     ) -> None:
         self._parser: Any = parser
         self._begin_call = begin_call
         self._finds_calls = finds_calls
+        self._new_id = new_id  # of calls
         self._call: _PartialCall | None = None
         self._max_calls = None if several_calls else 1
         self._calls = 0
@@ -127,7 +129,7 @@ class ParsedReader:
             return
         self._tell_content(self._untold.take(found.start()), parts)
         if self._begin_call is not None and not found.partial:
-            call = _PartialCall(self._untold.take(), self._begin_call(found.group(), found.groupdict()))
+            call = self._partial_call(self._untold.take(), self._begin_call(found.group(), found.groupdict()))
             call.text.cut()
             self._tell(call, "", parts)
 
@@ -171,7 +173,10 @@ class ParsedReader:
         self._untold.take(found.start())
         opening = self._untold.take(len(found.group()))
         if name == CALLS and self._begin_call is not None:
-            self._call = _PartialCall(opening, self._begin_call(found.group(), found.groupdict()))
+            self._call = self._partial_call(opening, self._begin_call(found.group(), found.groupdict()))
+
+    def _partial_call(self, opening: str, text: CallText) -> _PartialCall:
+        return _PartialCall(self._new_id(), opening, text)
 
     def _take_text(self, name: str, text: str, parts: Parts) -> None:
         if name not in self._texts and self._call is None:
@@ -226,7 +231,7 @@ class ParsedReader:
             parts.call(CallPiece(call.id, call.text.name if begins else None, new, finished))
 
     def _tell_whole(self, value: Any, parts: Parts) -> None:
-        for call in [_call(entry) for entry in (value if isinstance(value, list) else [value])]:
+        for call in [_call(entry, self._new_id()) for entry in (value if isinstance(value, list) else [value])]:
             if self._is_told(self._calls):
                 parts.call(call._replace(arguments=self._seals.opened(call.arguments)))
             self._calls += 1
@@ -238,8 +243,8 @@ class ParsedReader:
 class _PartialCall:
     """A call that is being read, and all of its text that is the answer's: if it is no call, that is content."""
 
-    def __init__(self, opening: str, text: CallText) -> None:
-        self.id = _new_id()
+    def __init__(self, call_id: str, opening: str, text: CallText) -> None:
+        self.id = call_id
         self.text = text
         self.raw = opening
         self.number: int | None = None  # in the answer; None before it is certain
@@ -283,15 +288,11 @@ def _strips(spec: Mapping[str, Any]) -> bool:
     return bool(spec.get("content_args", {}).get("strip", True))
 
 
-def _call(value: Mapping[str, Any]) -> CallPiece:
+def _call(value: Mapping[str, Any], call_id: str) -> CallPiece:
     """Return a call as the parser gives it; ValueError if it has no name."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
     text = escaped(arguments) if isinstance(arguments, str) else written(arguments)
-    return CallPiece(_new_id(), replaced(name), text, finished=True)
-
-
-def _new_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    return CallPiece(call_id, replaced(name), text, finished=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from compiled_llm.compat.response_templates import known_response_template
 from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING
+from compiled_llm.server.openai.parsing.call_ids import new_ids_for
 from compiled_llm.server.openai.parsing.call_style import Begun, call_style_of, text_of_calls
 from compiled_llm.server.openai.parsing.delimiters import Delimiters, pattern_of
 from compiled_llm.server.openai.parsing.parsed_reader import BeginCall, ParsedReader
@@ -46,8 +47,13 @@ class ResponseTemplate:
         fields, begin_call = self._with_calls["fields"], self._begin_call(tools or (), are_held)
         begun = self._after_anchor(prompt)
         return ParsedReader(
-            self._parser(tools), fields, self._delimiters, several_calls, begin_call, begun, bool(tools)
+            *(self._parser(tools), fields, self._delimiters, several_calls, begin_call, begun, bool(tools)),
+            new_id=lambda: self._new_id(),
         )
+
+    @cached_property
+    def _new_id(self) -> Callable[[], str]:
+        return new_ids_for(self._tokenizer)
 
     def _after_anchor(self, prompt: str) -> str:
         """Return the part of a prompt that may have begun the answer: as HuggingFace's parser, all if there is none."""

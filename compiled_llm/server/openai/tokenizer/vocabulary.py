@@ -79,6 +79,10 @@ class Vocabulary:
             return self._special.tokens(broken, add_special_tokens)
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
+    def check_fits(self, text: str, param: str) -> None:
+        """Raise ApiError, of the field ``param``, if a text surely has more tokens than the model has room for."""
+        self._length.check(text, param)
+
     @cached_property
     def added(self) -> tuple[int, int]:
         """How many special tokens the tokenizer adds before a text, and after it."""

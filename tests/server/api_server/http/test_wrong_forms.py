@@ -33,6 +33,8 @@ WRONG = {
     "is none": {"type": "string", "pattern": "a(b"},
     "is malformed": {"allOf": 5},
     "leads nowhere": {"$ref": "#/a"},
+    "no float": {"type": "integer", "minimum": 10**309},
+    "has no such length": {"type": "string", "maxLength": 10**309},
     "external": {"$ref": "https://example.com/schema.json"},
     "too deep": {"type": "string", "pattern": "(" * 1001 + "a" + ")" * 1001},
     **RECURSIVE,

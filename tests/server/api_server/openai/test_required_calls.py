@@ -199,6 +199,18 @@ def test_a_name_may_stand_in_the_beginning() -> None:
     assert form_of(made_tokenizer(written, OF_NAMES)) == CallForm("<call:", ">", "</call>", "")
 
 
+@pytest.mark.parametrize("form", [QWENS, CallForm("<call:", ">", "</call>", ""), CallForm("<call:", ">", "", ";")])
+def test_a_function_stands_in_the_form_of_several_calls_once(form: CallForm) -> None:
+    functions = [Function(name=f"f{number}", parameters={"description": f"of {number}"}) for number in range(6)]
+    tag = form.several(functions, several=True)
+    assert [json.dumps(tag).count(f"of {number}") for number in range(6)] == [1] * 6
+    calls = [f"{form.before_name}f{number}{form.before_arguments}{{}}{form.end}" for number in (5, 0, 5)]
+    assert takes(tag, calls[0])
+    assert takes(tag, (form.separator or "").join(calls))
+    assert not takes(tag, "")
+    assert not takes(tag, " ".join(calls))
+
+
 XML = {
     "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
     "close_pattern": r"</function>\s*</tool_call>",
