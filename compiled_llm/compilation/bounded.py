@@ -51,7 +51,7 @@ class Bounded:
         # ``name`` and ``ahead`` are the program's, for the error if artifacts lack it.
         self._function, self._name, self._ahead = function, name, ahead
         self._backend, self._device, self._falls_back = backend, device, falls_back
-        self._ran: set[CodeType] = set()  # code whose kernels are loaded
+        self._ran: dict[int, CodeType] = {}  # code whose kernels are loaded, by identity: to hash one takes long
         self.full = False  # whether torch's limit is reached
         self.uncompiled = 0  # how many calls have run uncompiled since
 
@@ -61,16 +61,16 @@ class Bounded:
             self._check_falls_back()
             self.uncompiled += 1
             return self._function(*arguments)
-        if code.__code__ in self._ran:
+        if self.has_run(code):
             return code(*arguments)
         with loading(self._device):
             result = code(*arguments)
-        self._ran.add(code.__code__)
+        self._ran[id(code.__code__)] = code.__code__
         return result
 
-    def has_run(self, code: Callable[..., Any]) -> bool:
+    def has_run(self, code: FunctionType) -> bool:
         """Return whether compiled code has run here, so that its kernels are loaded and tuned."""
-        return getattr(code, "__code__", None) in self._ran
+        return id(code.__code__) in self._ran
 
     def compile(self, *arguments: Any) -> None:
         """Compile for these arguments, and run nothing; errors as those of a call."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Prepared(NamedTuple):
     """The model or its outline, and the compiled code whose guards hold for it now; None if there is no such code."""
 
     model: PreTrainedModel
-    code: Callable[..., Any] | None = None
+    code: FunctionType | None = None
 
 
 class Outline:
