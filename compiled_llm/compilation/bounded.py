@@ -68,9 +68,9 @@ class Bounded:
         self._ran[id(code.__code__)] = code.__code__
         return result
 
-    def has_run(self, code: FunctionType) -> bool:
+    def has_run(self, code: Callable[..., Any]) -> bool:
         """Return whether compiled code has run here, so that its kernels are loaded and tuned."""
-        return id(code.__code__) in self._ran
+        return id(getattr(code, "__code__", None)) in self._ran
 
     def compile(self, *arguments: Any) -> None:
         """Compile for these arguments, and run nothing; errors as those of a call."""

@@ -9,7 +9,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -264,7 +264,7 @@ class Programs:
             return call
         return call._replace(code=prepared.code)
 
-    def _has_run(self, name: str, code: FunctionType) -> bool:
+    def _has_run(self, name: str, code: Callable[..., Any]) -> bool:
         """Whether compiled code has run: the first time its program runs it, which loads its kernels."""
         program = self._programs[name]
         return isinstance(program, Bounded) and program.has_run(code)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
-from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -46,7 +45,7 @@ class Prepared(NamedTuple):
     """The model or its outline, and the compiled code whose guards hold for it now; None if there is no such code."""
 
     model: PreTrainedModel
-    code: FunctionType | None = None
+    code: Callable[..., Any] | None = None
 
 
 class Outline:
