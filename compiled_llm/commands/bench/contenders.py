@@ -132,7 +132,8 @@ class Ours(Contender):
     """The wrapped model; ``mode`` and so on are those of ``wrap``."""
 
     def __init__(self, mode: Mode, backend: str = "auto", artifacts: str | None = None) -> None:
-        self.mode, self.backend, self.artifacts = mode, backend, artifacts
+        self.mode: Mode = mode
+        self.backend, self.artifacts = backend, artifacts
         self.name = f"compiled-llm:{mode}" + ("" if backend == "auto" else f":{backend}")
 
     def obstacle(self, setup: Setup) -> str | None:

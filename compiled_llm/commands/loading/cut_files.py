@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _LONGEST_HEADER = 100_000_000  # bytes, of safetensors; what says more is something else
-_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_NUMBERS: dict[int, str] = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 """The types of GGUF's numbers, as ``struct`` writes them."""
 _TEXT, _ARRAY = 8, 9
 _VERSIONS = (2, 3)  # of GGUF whose counts have 64 bits

@@ -135,6 +135,8 @@ class Gate:
 class _Pass:
     """One thread's activity, as a context."""
 
+    activity: Activity
+
     def __init__(
         self,
         gate: Gate,

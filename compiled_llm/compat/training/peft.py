@@ -51,10 +51,15 @@ def by_adapter(layer: Any) -> dict[str, Mapping[str, Any]]:
 
 def bases_read(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield layers below adapters whose forward may do more with them than call them, each with the adapter."""
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
-    for module in () if tuners is None else model.modules():
-        if isinstance(module, tuners.BaseTunerLayer) and not _calls_its_base_alone(module):
-            yield module.get_base_layer(), module
+    kind: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
+    for module in model.modules():
+        if isinstance(module, kind) and not _calls_its_base_alone(module):
+            yield _base_of(module), module
+
+
+def _base_of(adapter: Any) -> nn.Module:
+    base: nn.Module = adapter.get_base_layer()
+    return base
 
 
 def _calls_its_base_alone(adapter: Any) -> bool:

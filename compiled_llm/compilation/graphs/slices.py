@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -60,8 +59,8 @@ class SlicedThread:
         future: Future[T] = Future()
         threads = torch.get_num_threads()
         with self._changed:
-            run = functools.partial(copy_context().run, self._complete, future, job, threads)
-            self._job, self._state = run, "waiting"
+            context = copy_context()
+            self._job, self._state = lambda: context.run(lambda: self._complete(future, job, threads)), "waiting"
         return future
 
     def run_slice(self, seconds: float = SLICE, patience: float | None = PATIENCE) -> None:

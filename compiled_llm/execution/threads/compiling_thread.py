@@ -31,8 +31,8 @@ class CompilingThread:
     def __init__(self, compile: Callable[[], object], failed: Callable[[BaseException], object]) -> None:
         """Begin to ``compile``; ``failed`` is called with its error, of any kind, unless it was interrupted."""
         self._home, self._interrupted = HomeProcess(), False
-        run = functools.partial(callers_context().run, self._run, compile, failed)
-        self._thread = threading.Thread(target=run, name="compiled_llm compilation", daemon=True)
+        run, context = functools.partial(self._run, compile, failed), callers_context()
+        self._thread = threading.Thread(target=context.run, args=(run,), name="compiled_llm compilation", daemon=True)
         if not _ending.is_set():
             _all.add(self)
             self._thread.start()
