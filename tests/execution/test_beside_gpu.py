@@ -167,9 +167,18 @@ def test_pages_of_a_model_that_is_gone_are_given_back_after_a_capture(capturer: 
     assert mapped_bytes(device) == before
 
 
-def test_two_capture_at_one_time(capturer: GraphCapture) -> None:
-    with capturing(capturer), capturing(GraphCapture(capturer._device)):
+def test_another_capture_waits_for_the_open_one(capturer: GraphCapture) -> None:
+    """Of another model, say; it lets the open one go on to its end."""
+    doubled, other = Doubled(), GraphCapture(capturer._device)
+    with capturing(capturer):
+        underway = other.begin(doubled.launch)
+        waiting = start(other.finish)
         draw()
+        assert not underway.done()
+    waiting.result(LONGEST)
+    doubled.tensor.fill_(1)
+    assert replayed(underway.result()).unique().tolist() == [2]
+    underway.result().release()
 
 
 def finished(capturer: GraphCapture, launch: Callable[[], Tensor]) -> CapturedGraph[Tensor]:
@@ -247,7 +256,7 @@ def test_a_capture_pauses_between_steps_and_is_whole_at_the_end(capturer: GraphC
 
 
 def test_kernels_that_never_ran_are_loaded_by_the_capture(capturer: GraphCapture) -> None:
-    """So a size that was never launched can be captured, and nobody has to run it on padding before."""
+    """Those of Triton and torch; steps run once before, since others, cuBLAS's first call among them, are not."""
     sizes, device = [(17, 333), (129, 1111), (700, 77)], DEVICE
     inputs = [(torch.ones(rows, width, device=device), torch.ones(width, rows, device=device)) for rows, width in sizes]
 
