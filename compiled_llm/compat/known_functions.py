@@ -121,7 +121,7 @@ def caller_of_inside(forward: Any) -> str | None:
 
 
 def has_its_own_forward(kind: type) -> bool:
-    """Return whether nobody has put another ``forward`` into a class, or the one it derives that from."""
+    """Return whether a class has the ``forward`` that its library defines, there or in the class it derives from."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     return is_defined_in(owner.__module__, vars(owner)["forward"])
 

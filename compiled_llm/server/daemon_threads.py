@@ -1,4 +1,4 @@
-"""Threads that no process waits for when it ends: nobody needs what they do any more."""
+"""Threads that the end of a process does not wait for: their results are not needed any more."""
 
 from __future__ import annotations
 
