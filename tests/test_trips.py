@@ -63,7 +63,7 @@ def test_a_captured_step_of_generate_takes_few_calls(monkeypatch, seed):
     let_a_cpu_capture(monkeypatch)
     found = trip(quiet(steps_of_generate(uncompiled(monkeypatch), monkeypatch, seed)))
     print(f"captured generate: {found}")
-    assert found.files <= 7
+    assert found.files <= 8
     assert found.calls <= 22
 
 
@@ -81,7 +81,7 @@ def test_a_captured_step_of_an_engine_takes_few_calls(monkeypatch):
     assert len(repeated) > len(steps) / 2
     found = trip(repeated)
     print(f"captured engine: {found}")
-    assert found.files <= 12
+    assert found.files <= 13
     assert found.calls <= 36
 
 
@@ -91,12 +91,12 @@ def test_an_uncompiled_step_takes_few_calls_beside_the_program(monkeypatch, seed
     assert len(bound) <= 1
     found = trip([leg for leg in legs if leg not in bound])
     print(f"eager generate: {found}")
-    assert found.files <= 7
+    assert found.files <= 8
     assert found.calls <= 26
 
 
 def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed):
-    """Of one row; all that it runs is captured. Seven objects take part, beside those that keep state."""
+    """Of one row; all that it runs is captured. Eight objects take part, beside those that keep state."""
     let_a_cpu_capture(monkeypatch)
     monkeypatch.setattr(GenerateLoop, "asynchronous", True)
     model, inputs, walk = uncompiled(monkeypatch), mixed_prompts([5], 128, seed), Walk()
@@ -106,11 +106,11 @@ def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed
     changed = walk.of(lambda: greedy(model, inputs, 40))[2]
     found = trip([changed])
     print(f"changed step: {found}")
-    assert found.files <= 16
+    assert found.files <= 17
     assert found.calls <= 90
     objects = {name for name in walk.objects[2] if not name.startswith("_")}
     print(f"its objects: {sorted(objects)}")
-    assert len(objects) <= 7
+    assert len(objects) <= 8
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,10 @@ class Drafting(Protocol):
     def entering(self, rows: Sequence[Row]) -> None:
         """Hear of rows with slots before a decode step of them that is made anew; one that is repeated says nothing."""
 
+    def read(self, accepted: AcceptedTokens) -> list[list[int]]:
+        """Return the tokens of each row of a step that count, at least one, waiting for them."""
+        ...
+
 
 def outputs_of(taps: Sequence[Tap]) -> tuple[str, ...]:
     """Return what launches that these watch give besides logits."""

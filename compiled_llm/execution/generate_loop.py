@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,14 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.batch import Batch, Brought, Extension, StepOutput, Tap
-from compiled_llm.execution.decode.decode_step import Arriving
+from compiled_llm.execution.batch import Batch, Brought, Extension, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
-from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.execution.pipeline import Pipeline, StepTokens, Ticket
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
@@ -51,9 +48,8 @@ class GenerateLoop:
         self.promise = Promise(model_runner.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         self._computed: Tensor | None = None
-        self._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks, exact=True)
+        self._pipeline = Pipeline[None](model_runner, exact=True)
         self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
-        self._unread = _Unread(model_runner.readbacks)
         self._masks: Callable[[], Masks] | None = None
         self._finalizer = weakref.finalize(self, _free, self.rows)
 
@@ -65,7 +61,9 @@ class GenerateLoop:
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
-        return self.model_runner.steps.is_ready(self._persistent.step_for(self.rows, wants=self._every_row.wants))
+        return self.model_runner.steps.is_ready(
+            self._pipeline.persistent.step_for(self.rows, wants=self._every_row.wants)
+        )
 
     # ---- the three verbs
 
@@ -124,32 +122,39 @@ class GenerateLoop:
         """
         if forced is not None and not self._pending:
             self._check_tokens(forced)
-        last, arriving = self._persistent.step, None
-        if last is not None and forced is None and not (fed or self._pending):
-            arriving = self._thread.call_briefly(last.run, self._every_row, self._persistent.discard_after_failure)
-        if arriving is None:
+        ticket = None
+        if self._pipeline.persistent.step is not None and forced is None and not (fed or self._pending):
+            ticket = self._thread.call_briefly(self._pipeline.repeat, self._every_row, None)
+        if ticket is None:
             self._thread.call(self._launch, forced, fed, self._next_masks() if self._masks is not None else None)
-        else:
-            self.steps += 1
-            self._unread.steps.append(arriving)
-        return self._unread.read() if len(self._unread.steps) > 1 else {}
+        self.steps += 1
+        return self._pipeline.read(_by_row) if len(self._pipeline.unread) > 1 else {}
 
-    def launch(self, batch: Batch) -> Arriving:
-        """Launch a decode step of some of the rows, and return these, and their tokens on the way to the host.
+    def launch(self, batch: Batch) -> Ticket[None]:
+        """Launch a decode step of some of the rows; ``read`` it once the next step has been launched.
 
-        Read the tokens once the next step has been launched. Rows of grammars and logits processors cannot take part.
+        Rows of grammars and logits processors cannot take part.
 
         Raises:
             RuntimeError: rows have no next tokens.
             OutOfPagesError: as ``step``.
         """
-        last, arriving = self._persistent.step, None
-        if last is not None:
-            arriving = self._thread.call_briefly(last.run, batch, self._persistent.discard_after_failure)
-        if arriving is None:
-            arriving = self._thread.call(self._launch_batch, batch)
+        ticket = None
+        if self._pipeline.persistent.step is not None:
+            ticket = self._thread.call_briefly(self._pipeline.repeat, batch, None)
+        if ticket is None:
+            ticket = self._thread.call(self._launch_batch, batch)
         self.steps += 1
-        return arriving[0]
+        return ticket
+
+    @property
+    def unread(self) -> int:
+        """How many steps were launched and not read."""
+        return len(self._pipeline.unread)
+
+    def read(self) -> StepTokens:
+        """Return the tokens of the oldest step not yet read, waiting for it."""
+        return self._pipeline.read(_all)
 
     def release(self, row: Row) -> None:
         """Take a row out and give its pages back.
@@ -201,9 +206,9 @@ class GenerateLoop:
 
     def drain(self) -> dict[Row, int]:
         """Return the tokens of the oldest step not yet read, waiting for it; empty if there is none."""
-        if self._persistent.deferred:
-            self._thread.call(self._sample, self._next_masks())
-        return self._unread.read() if self._unread.steps else {}
+        if self._pipeline.persistent.deferred:
+            self._thread.call(self._pipeline.sample_late, self._next_masks())
+        return self._pipeline.read(_by_row) if self._pipeline.unread else {}
 
     def report_wrong_pages(self) -> None:
         """Raise WrongPageError if a step read another row's page and ``check_pages`` says so; waits for all steps."""
@@ -224,15 +229,14 @@ class GenerateLoop:
 
     def end_step(self) -> None:
         """Make the next decode step anew, at the end of a call: one that may be repeated keeps the model alive."""
-        if (step := self._persistent.step) is not None:
+        if (step := self._pipeline.persistent.step) is not None:
             step.end()
 
     def restart(self) -> None:
         """Begin again with the rows as they are; forget prompts that wait and tokens that were not read."""
         self._pending.clear()
         self._computed = None
-        self._unread.steps.clear()
-        self._persistent.restart(self.rows)
+        self._pipeline.restart(self.rows)
         self.steps = 0
 
     def add_row(self, tokens: int) -> Row:
@@ -285,7 +289,7 @@ class GenerateLoop:
         Raises:
             OutOfPagesError: the pages are not free; nothing has changed.
         """
-        self._persistent.invalidate()
+        self._pipeline.persistent.invalidate()
         self._thread.call(self.model_runner.fill, self.rows, stored, keys_and_values, states, self.promise)
         for row, position in zip(self.rows, positions, strict=True):
             row.exact_position = position
@@ -318,12 +322,9 @@ class GenerateLoop:
             )
 
     def _next_masks(self) -> Masks | None:
-        return self._masks() if self._masks is not None and self._persistent.deferred else None
+        return self._masks() if self._masks is not None and self._pipeline.persistent.deferred else None
 
     # ---- in the executor
-
-    def _sample(self, masks: Masks | None) -> None:
-        self._unread.sampled(self.model_runner.sample_deferred(self._persistent, masks))
 
     def _launch(
         self,
@@ -333,35 +334,33 @@ class GenerateLoop:
     ) -> None:
         if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")
-        late = self._persistent.deferred
-        if late.unsampled:
-            self._sample(masks)
+        if self._pipeline.persistent.deferred.unsampled:
+            self._pipeline.sample_late(masks)
         if fed:
             self.model_runner.state.slots.feed(fed)
-        step = self._run(forced)
+        self._launch_next(forced)
         self._pending.clear()
         self._computed = None
-        self.steps += 1
-        self._unread.launched(step, unsampled=len(late.rows) if late.unsampled else 0)
         self.model_runner.run_capture_slices()
 
-    def _launch_batch(self, batch: Batch) -> list[Arriving]:
-        step = self.model_runner.run(batch, self._persistent)
-        arriving = step.accepted or self.model_runner.readbacks.start(step.tokens)
+    def _launch_batch(self, batch: Batch) -> Ticket[None]:
+        ticket = self._pipeline.launch(batch, None)
         self.model_runner.run_capture_slices()
-        return [(step.rows, arriving)]
+        return ticket
 
-    def _run(self, forced: Tensor | None) -> StepOutput:
+    def _launch_next(self, forced: Tensor | None) -> None:
         if not self._pending:
             batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
-            return self.model_runner.run(batch, self._persistent)
+            self._pipeline.launch(batch, None)
+            return
         self._enter_settings()
         if self._computed is not None:
             rows, logits = list(self.rows), self._computed.clone()
             self.model_runner.graph_manager.check_model()
-            return self.model_runner.sample(rows, logits, self._persistent, self._every_row.taps)
+            self._pipeline.sample_from(rows, logits, self._every_row.taps, None)
+            return
         extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
-        return self.model_runner.run(self._every_row._replace(decode=(), extend=extend), self._persistent)
+        self._pipeline.launch(self._every_row._replace(decode=(), extend=extend), None)
 
     def _enter_settings(self) -> None:
         if new := [entry for entry in self._pending if entry[0].slot is None]:
@@ -369,47 +368,28 @@ class GenerateLoop:
             self.model_runner.admit([row for row, _, _ in new], settings)
 
     def _extend(self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None) -> Tensor:
-        self._persistent.invalidate()
+        self._pipeline.persistent.invalidate()
         self.model_runner.expect_changes()
         return self.model_runner.extend(extensions, self.promise, keep, self._every_row.taps)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None) -> Tensor:
         for row, position in zip(self.rows, positions or (), strict=positions is not None):
             row.exact_position = position
-        self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
+        self.model_runner.run(self._every_row._replace(tokens=tokens), self._pipeline.persistent)
         return self._last_logits()
 
     def _last_logits(self) -> Tensor:
-        logits = self._persistent.logits
+        logits = self._pipeline.persistent.logits
         assert logits is not None, "no step has run"
         return logits.clone()
 
 
-class _Unread:
-    """Launched steps whose tokens have not been read."""
+def _by_row(_: Ticket[None], tokens: StepTokens) -> dict[Row, int]:
+    return dict(zip(tokens.rows, tokens.tokens, strict=True))
 
-    def __init__(self, readbacks: Readbacks) -> None:
-        # oldest first, each with its rows and their tokens on the way; without those that are sampled later
-        self.steps: deque[list[tuple[Sequence[Row], Readback]]] = deque()
-        self._readbacks = readbacks
 
-    def launched(self, step: StepOutput, unsampled: int) -> None:
-        """Add a step, ``unsampled`` of whose rows, which may be all, get their tokens from ``sampled``."""
-        self.steps.append([] if unsampled == len(step.rows) else [self._arriving(step)])
-
-    def sampled(self, step: StepOutput) -> None:
-        """Add deferred tokens to the step that was launched last."""
-        self.steps[-1].append(self._arriving(step))
-
-    def _arriving(self, step: StepOutput) -> tuple[Sequence[Row], Readback]:
-        return step.rows, self._readbacks.start(step.tokens)
-
-    def read(self) -> dict[Row, int]:
-        """Return the tokens of the oldest step, waiting for them."""
-        tokens: dict[Row, int] = {}
-        for rows, readback in self.steps.popleft():
-            tokens.update(zip(rows, readback.result(), strict=True))
-        return tokens
+def _all(_: Ticket[None], tokens: StepTokens) -> StepTokens:
+    return tokens
 
 
 def _beginning(sampling: Sampling, position: int) -> Sampling:

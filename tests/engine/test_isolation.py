@@ -377,7 +377,7 @@ def test_requests_of_one_token_are_not_remembered(engine):
         engine.generate([5, 6, token], greedy(1))
     loop = loop_of(engine)
     slots = loop.model_runner.state.slots
-    assert (loop._persistent.step, len(slots._free)) == (None, slots.padding)
+    assert (loop._pipeline.persistent.step, len(slots._free)) == (None, slots.padding)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -396,7 +396,7 @@ def test_a_step_is_read_after_the_next_is_launched_whatever_it_runs(monkeypatch,
                 launched = loop.steps
                 changed = step(look)
                 if loop.steps > launched:
-                    unread.append(len(loop._launched))
+                    unread.append(len(loop._pipeline.unread))
                 return changed
 
             monkeypatch.setattr(loop, "step", watched)

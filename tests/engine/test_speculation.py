@@ -60,10 +60,16 @@ class NaiveDrafting:
 
     wants = ()
 
-    def __init__(self, new_tokens: int) -> None:
-        self.new_tokens = new_tokens
+    def __init__(self, new_tokens: int, device: DraftingDevice) -> None:
+        self.new_tokens, self._device = new_tokens, device
 
     def entering(self, rows: Sequence[Row]) -> None: ...
+
+    def read(self, accepted: Any) -> list[list[int]]:
+        self._device.drafted += 1
+        accepted.sync()
+        runs: list[list[int]] = accepted.result()
+        return runs
 
 
 class DraftingDevice(NaiveDevice):
@@ -91,11 +97,13 @@ class DraftingDevice(NaiveDevice):
             return self._plain(batch, persistent)
         decoded = self._drafted(batch.decode, new)
         accepted: Any = NaiveAccepted(batch.decode, self.readbacks.start(decoded), new)
+        self._note_unsampled(persistent)
         if not batch.extend:
             return StepOutput(batch.decode, None, decoded, accepted=accepted)  # type: ignore[arg-type]
         earlier, self.unsampled = self.unsampled, []
         extended = self._plain(batch._replace(decode=()), persistent)
         self.unsampled = [*earlier, *self.unsampled]
+        self._note_unsampled(persistent)
         tokens: Any = [*decoded, *extended.tokens]
         return StepOutput([*batch.decode, *extended.rows], None, tokens, accepted=accepted)
 
@@ -191,7 +199,7 @@ class NaiveDrafts:
 
     def __init__(self, numbers: Sequence[int], device: DraftingDevice) -> None:
         self._numbers, self._device = numbers, device
-        self._drafting = {number: NaiveDrafting(number) for number in {*numbers}}
+        self._drafting = {number: NaiveDrafting(number, device) for number in {*numbers}}
 
     def new_tokens(self, requests: Sequence[Request], step: int) -> int:
         if all(request.constraint is not None for request in requests):
@@ -200,11 +208,6 @@ class NaiveDrafts:
 
     def drafting(self, plan: StepPlan) -> Drafting:
         return self._drafting[plan.new_tokens]
-
-    def read(self, accepted: NaiveAccepted) -> list[list[int]]:
-        self._device.drafted += 1
-        accepted.sync()
-        return accepted.result()
 
 
 class Guessing(Crowd):

@@ -22,8 +22,8 @@ from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, StepTable
-from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.pipeline import Pipeline
 from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.steps.launch import BoundProgram
 from compiled_llm.kvcache.row import Row
@@ -61,8 +61,7 @@ def runner_of(model: Any, exact: bool) -> GenerateLoop:
     """A loop; one that is not exact pads steps as an engine's does."""
     generate_loop: GenerateLoop = model.compiled.generate_loop()
     if not exact:
-        model_runner = model.compiled.model_runner()
-        generate_loop._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks)
+        generate_loop._pipeline = Pipeline(model.compiled.model_runner())
     return generate_loop
 
 
@@ -193,7 +192,7 @@ def steps_of(generate_loop: GenerateLoop, count: int) -> list[int]:
     buckets = []
     for _ in range(count):
         generate_loop.step()
-        buckets.append(generate_loop._persistent.bucket)
+        buckets.append(generate_loop._pipeline.persistent.bucket)
     return buckets
 
 

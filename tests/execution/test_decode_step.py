@@ -25,6 +25,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.batch import Batch
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.pipeline import Pipeline
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.interrupts import _State
 from compiled_llm.kvcache.step_validity import StepValidity
@@ -235,7 +236,7 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
     for _ in range(5):
         generate_loop.step()
         twin.feed([twin.next])
-    step = generate_loop._persistent.step
+    step = generate_loop._pipeline.persistent.step
     assert step is not None
     assert step.is_valid_for(Batch([row]))
     kept = change(generate_loop)
@@ -246,7 +247,7 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
         generate_loop.step(None if forced is None else torch.tensor([forced]))
         twin.feed([twin.next if forced is None else forced])
         torch.testing.assert_close(generate_loop.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
-    last = generate_loop._persistent.step
+    last = generate_loop._pipeline.persistent.step
     assert last is not None
     assert last.is_valid_for(Batch([row]))
     assert last._launch.alone, "no capture waits any more"
@@ -284,8 +285,14 @@ def test_ctrl_c_arrives_before_the_next_replay(model, monkeypatch, in_an_engine)
 
 
 STEP = (
-    *(GenerateLoop.step, DecodeStep.run, DecodeStep.is_valid_for, DecodeStep.launch),
-    *(DecodeStep._advance, CallingThread.call_briefly),
+    GenerateLoop.step,
+    Pipeline.repeat,
+    Pipeline._add,
+    Pipeline.read,
+    DecodeStep.is_valid_for,
+    DecodeStep.launch,
+    DecodeStep._advance,
+    CallingThread.call_briefly,
 )
 """The functions that a repeated step of ``generate`` runs in."""
 

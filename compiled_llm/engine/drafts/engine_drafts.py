@@ -41,7 +41,7 @@ class EngineDrafts:
         self, model_runner: ModelRunner, config: SpeculativeConfig, max_model_len: int | None, processed_logprobs: bool
     ) -> None:
         """``processed_logprobs``: log-probabilities are of what tokens are drawn from, which guesses change."""
-        self._drafts = Drafts(model_runner, _settings(config), self._text_of)
+        self._drafts = Drafts(model_runner, _settings(config), self._text_of, heard=self._count)
         self._processed_logprobs = processed_logprobs
         self._requests: dict[Row, Request] = {}  # of the last plan
         # whom the rule was last asked about, with their rows, what it said, and in which step
@@ -89,11 +89,8 @@ class EngineDrafts:
         self._requests = {request.running_row: request for request in plan.decode}
         return self._drafts.drafting(plan.new_tokens)
 
-    def read(self, accepted: AcceptedTokens) -> list[list[int]]:
-        """Return the tokens of each row that count, at least one, waiting for their step."""
-        runs = self._drafts.read(accepted)
+    def _count(self, accepted: AcceptedTokens) -> None:
         self.counts = self.counts.plus(DraftStats.of(accepted.offered, accepted.right, accepted.new_tokens - 1))
-        return runs
 
 
 def _settings(config: SpeculativeConfig) -> DraftSettings:

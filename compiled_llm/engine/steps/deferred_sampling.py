@@ -15,8 +15,8 @@ from compiled_llm.engine.steps.processors import processed_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
-from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.pipeline import Pipeline
 from compiled_llm.execution.state.staging import Readback, Staging
 from compiled_llm.kvcache.row import Row
 
@@ -72,46 +72,38 @@ class LateSampling:
     def __init__(self, requests: Constrained, taps: Sequence[PlanTap]) -> None:
         self._requests = requests
         self._taps = taps
-        self._readback: Readback | None = None
         self._masks: Masks | None = None
-        self._tokens: Tensor | None = None  # on the device
         self._processed: dict[Request, Tensor] | None = None  # logits
         self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
         self._arriving: list[UnreadOutput] = []
         self.failed: dict[Request, RequestError] = {}  # errors that end single requests; their tokens are not read
 
-    def sample(self, model_runner: ModelRunner, persistent: PersistentBatch) -> None:
-        """Sample the tokens, the previous ones having been read, and wait for nothing."""
+    def sample(self, model_runner: ModelRunner, pipeline: Pipeline[Any]) -> None:
+        """Sample the tokens of the pipeline's newest step, all earlier ones having been read, and wait for nothing."""
         # After a failure, what was done before it is not repeated.
-        if self._readback is not None:
-            return
-        masks = None
-        if self._tokens is None:
-            present = self._requests.present()
-            masks = self._masks = _masks(present, model_runner.state.staging) if present.formed else None
-            if self._processed is None:
-                self._processed = self._edit(model_runner, persistent, present.processed)
-        model_runner.thread.call(self._sample, model_runner, persistent, masks)
+        present = self._requests.present()
+        masks = self._masks = _masks(present, model_runner.state.staging) if present.formed else None
+        if self._processed is None:
+            self._processed = self._edit(model_runner, pipeline, present.processed)
+        model_runner.thread.call(self._sample, model_runner, pipeline, masks)
 
-    def _sample(self, model_runner: ModelRunner, persistent: PersistentBatch, masks: Masks | None) -> None:
+    def _sample(self, model_runner: ModelRunner, pipeline: Pipeline[Any], masks: Masks | None) -> None:
         logits = self._processed or {}
         processed = {each.row: logits[each.request] for each in self._requests.processed if each.request in logits}
-        if self._tokens is None:
-            self._tokens = model_runner.sample_deferred(persistent, masks, processed).tokens
-        if processed:
+        if processed and self._nan is None:
             nan = torch.stack([own.isnan().any() for own in processed.values()])
             self._nan = model_runner.readbacks.start(nan.long())
+        pipeline.sample_late(masks, processed)
         self._arriving += (each for tap in self._taps for each in tap.taken())
-        self._readback = model_runner.readbacks.start(self._tokens)
 
     def _edit(
-        self, model_runner: ModelRunner, persistent: PersistentBatch, requests: Sequence[_Member]
+        self, model_runner: ModelRunner, pipeline: Pipeline[Any], requests: Sequence[_Member]
     ) -> dict[Request, Tensor]:
         """Call the processors in this thread; a request whose processor fails samples from the unchanged logits."""
         if not requests:
             return {}
         rows = [each.row for each in requests]
-        given = model_runner.thread.call(lambda: [persistent.deferred.logits_of(row).float() for row in rows])
+        given = model_runner.thread.call(lambda: [pipeline.persistent.deferred.logits_of(row).float() for row in rows])
         processed = {}
         for each, logits in zip(requests, given, strict=True):
             try:
@@ -120,12 +112,8 @@ class LateSampling:
                 self.failed[each.request] = error
         return processed
 
-    def read(self, tokens: list[int]) -> list[UnreadOutput]:
-        """Write late tokens among a step's, advance the forms, and return what taps have of them."""
-        if self._readback is None:
-            return []
-        for each, token in zip(self._requests.members, self._readback.result(), strict=True):
-            tokens[each.place] = token
+    def read(self, tokens: Sequence[int]) -> list[UnreadOutput]:
+        """Advance the forms by a step's tokens, late ones among them, and return what taps have of these."""
         self._advance(tokens)
         return self._arriving
 

@@ -6,14 +6,13 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from torch import Tensor
 
-from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.admission.policies import AdmissionName, policy_of
 from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.chunks.policies import MaxStep, policy_of as chunks_of
@@ -26,12 +25,10 @@ from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
 from compiled_llm.engine.steps.timing.late_launch import LateLaunch
 from compiled_llm.engine.steps.token_budget import TokenBudget
-from compiled_llm.execution.accepted import AcceptedTokens
-from compiled_llm.execution.batch import Batch, Extension
-from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.pipeline import Pipeline, StepTokens, Ticket
 from compiled_llm.execution.state.device_timer import DeviceTimer
-from compiled_llm.execution.state.staging import Readback
 from compiled_llm.features import needed
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
@@ -41,28 +38,16 @@ logger = logging.getLogger("compiled_llm.engine")
 Mixed = Literal["auto"] | bool
 
 
-class _Launched(NamedTuple):
-    """A step whose tokens have not been read, and the requests that they are for."""
+@dataclass(slots=True)
+class _Launched:
+    """A plan that was launched, and what its step gives besides tokens."""
 
     plan: StepPlan
-    sampled: list[Request]
-    readbacks: list[Readback]
-    timer: DeviceTimer | None
-    arriving: list[UnreadOutput]
-    late: LateSampling | None
+    sampled: list[Request]  # whom its tokens are for
     mixed: bool
-    accepted: AcceptedTokens | None = None  # those of ``plan.decode``, if some of what they fed in was guessed
-
-    @property
-    def arrived(self) -> bool:
-        """Whether all tokens that were sampled with it are on the host."""
-        here = self.accepted is None or self.accepted.arrived
-        return here and all(readback.arrived for readback in self.readbacks)
-
-    @property
-    def first_tokens_arrived(self) -> bool:
-        """Whether it ran prompts, and all its tokens are sampled and on the host."""
-        return bool(self.plan.extend) and self.late is None and self.arrived
+    late: LateSampling | None
+    timer: DeviceTimer | None = None
+    arriving: Sequence[UnreadOutput] = ()
 
 
 class _Prepared(NamedTuple):
@@ -74,7 +59,11 @@ class _Prepared(NamedTuple):
     apart: list[Chunk]
     taps: list[PlanTap]
     constrained: Constrained | None
-    new_tokens: int = 1  # that each row of ``batch.decode`` feeds in
+
+    def launched(self) -> _Launched:
+        """Return what is noted of one launch of it."""
+        late = None if self.constrained is None else LateSampling(self.constrained, self.taps)
+        return _Launched(self.plan, self.sampled, self.batch.mixed, late)
 
 
 class _FailedChunk(NamedTuple):
@@ -126,10 +115,9 @@ class Loop:
         self.model_runner = model_runner
         self.scheduler = scheduler
         self.prefixes = prefixes
-        self._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks)
+        self._pipeline = Pipeline[_Launched](model_runner)
         self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps()]
         self._prepared: _Prepared | None = None  # for the last plan
-        self._launched: deque[_Launched] = deque()
         self._failed: list[_FailedChunk] = []  # of the step that is being launched
         self._late_launch = LateLaunch()
         self._mixed: Mixed = mixed
@@ -157,13 +145,17 @@ class Loop:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to run and nothing to read."""
-        return self.scheduler.idle and not self._launched
+        return self.scheduler.idle and not self._pipeline.unread
 
     @property
     def underway(self) -> list[Request]:
         """The requests that run, and those whose last tokens have not been read."""
-        unread = (request for step in self._launched for request in step.plan.sampled if not request.done)
+        unread = (request for request in self._unread_requests() if not request.done)
         return list(dict.fromkeys([*self.scheduler.running, *unread]))
+
+    def _unread_requests(self) -> list[Request]:
+        """Return whom tokens were sampled for that are not read."""
+        return [request for ticket in self._pipeline.unread for request in ticket.note.sampled]
 
     @property
     def asynchronous(self) -> bool:
@@ -174,7 +166,7 @@ class Loop:
         """Launch the next plan, if any, read the previous one's tokens, and return requests that got one or ended."""
         # ``look`` looks at the model, which may have changed. The first requests after a rest need not wait for all of
         # that: it goes on while the device runs their step, which is thrown away if the model has changed.
-        behind = look and self.asynchronous and not (self._launched or self.scheduler.running)
+        behind = look and self.asynchronous and not (self._pipeline.unread or self.scheduler.running)
         if look:
             self.model_runner.thread.call(self.model_runner.graph_manager.check_model)
             if not behind:
@@ -190,7 +182,7 @@ class Loop:
         if behind and self._forget_changed():
             self.restart()
             self._join_generation()
-        self.stuck = not (launched or self.scheduler.idle or self._launched)
+        self.stuck = not (launched or self.scheduler.idle or self._pipeline.unread)
         return self._read_all_but(int(self.asynchronous and launched))
 
     def _forget_changed(self) -> bool:
@@ -203,35 +195,36 @@ class Loop:
 
     def _repeat(self, plan: StepPlan) -> bool:
         """Run the last step once more, unless something has changed, or the plan is another."""
-        prepared, step = self._prepared, self._persistent.step
-        if step is None or prepared is None or prepared.plan is not plan or plan.extend:
+        prepared = self._prepared
+        if self._pipeline.persistent.step is None or prepared is None or prepared.plan is not plan or plan.extend:
             return False
-        timer = self._timer_of(plan)
-        run = step.run if timer is None else timer.of(step.run)
-        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.discard_after_failure)
-        if arriving is None:
+        launched = prepared.launched()
+        launched.timer = self._timer_of(plan)
+        repeat = self._pipeline.repeat if launched.timer is None else launched.timer.of(self._pipeline.repeat)
+        if self.model_runner.thread.call_briefly(repeat, prepared.batch, launched) is None:
             return False
-        self._note_launched(prepared, [readback for _, readback in arriving], timer)
+        self._note_arriving(prepared, launched)
         return True
 
     @property
     def due(self) -> float:
         """When the next step has to be launched, on the clock of ``time.perf_counter``; 0.0 for at once."""
         # A request that comes until then runs in it, and not a step later; prompts that are left take longer to launch.
-        if not (len(self._launched) == 1 and self.scheduler.has_room_for_more):
+        if not (len(self._pipeline.unread) == 1 and self.scheduler.has_room_for_more):
             return 0.0
-        (step,) = self._launched
-        if step.late is not None or step.accepted is not None or not all(chunk.is_last for chunk in step.plan.extend):
+        (ticket,) = self._pipeline.unread
+        plan = ticket.note.plan
+        if ticket.late or ticket.accepted is not None or not all(chunk.is_last for chunk in plan.extend):
             return 0.0
-        return self._late_launch.due(self._token_budget.expected(step.plan))
+        return self._late_launch.due(self._token_budget.expected(plan))
 
     def read_first_tokens(self) -> list[Request]:
         """Read a step with prompts if it is done: their first tokens need not wait for the next launch."""
-        if not (self._launched and self._launched[0].first_tokens_arrived):
+        if not self._pipeline.unread:
             return []
-        changed = self._read(self._launched[0])
-        self._launched.popleft()
-        return changed
+        ticket = self._pipeline.unread[0]
+        done = ticket.note.plan.extend and not ticket.late and ticket.arrived
+        return self._pipeline.read(self._read) if done else []
 
     def drain(self) -> list[Request]:
         """Read all that was launched, and let nothing go on; otherwise as ``step``."""
@@ -240,11 +233,10 @@ class Loop:
 
     def restart(self) -> None:
         """Let all requests compute again what they need, after a step that failed: its tokens may be lost."""
-        lost = [request for step in self._launched for request in step.plan.sampled]
-        self._launched.clear()
+        lost = self._unread_requests()
+        self._pipeline.restart()
         self.scheduler.restart(lost)
         self._prepared = None
-        self._persistent.restart()
 
     def rest(self, wanted: Callable[[], object]) -> None:
         """While nothing runs, capture what steps have missed until something is ``wanted``, and free leaks."""
@@ -266,8 +258,7 @@ class Loop:
             row.free()
 
     def close(self) -> None:
-        self._launched.clear()
-        self._persistent.restart()
+        self._pipeline.restart()
         if self.prefixes is not None:
             self.prefixes.clear()
 
@@ -282,20 +273,14 @@ class Loop:
             before = self.model_runner.events.preparing.seconds
             timer.start()
         prepared = self._prepared_for(plan)
-        # If all tokens are sampled late, there is nothing to read yet.
-        all_late = prepared.constrained is not None and len(prepared.constrained.members) == len(prepared.sampled)
-        readbacks: list[Any] = []
-        for tokens, accepted in self._run(prepared):
-            if accepted is not None:  # has the first ones
-                readbacks.append(accepted)
-                tokens = tokens[len(accepted.rows) * accepted.new_tokens :]
-            if len(tokens) and not all_late:
-                readbacks.append(self.model_runner.readbacks.start(tokens))
+        launched = prepared.launched()
+        self.mixed_steps += prepared.batch.mixed
+        self._pipeline.launch(prepared.batch, launched, self._run_apart(prepared))
         if timer is not None:
             timer.stop()
-            if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
-                timer = None
-        self._note_launched(prepared, readbacks, timer)
+            if self.model_runner.events.preparing.seconds == before:  # else that takes longer than the device does
+                launched.timer = timer
+        self._note_arriving(prepared, launched)
         # To capture a step takes half as long again as to launch its kernels: if this one was missing its CUDA graph,
         # the next one has it. After prompts the next step has more rows.
         took = time.perf_counter() - began
@@ -304,7 +289,7 @@ class Loop:
 
     def _is_due(self, since: float) -> bool:
         """Whether captures, which may take some time of each step, are to leave the rest to it."""
-        waits = len(self._launched) > 1 and not self._launched[0].arrived
+        waits = len(self._pipeline.unread) > 1 and not self._pipeline.unread[0].arrived
         return not waits and time.perf_counter() >= since
 
     def _timer_of(self, plan: StepPlan) -> DeviceTimer | None:
@@ -314,29 +299,22 @@ class Loop:
         self.timing = self._token_budget.timing
         return DeviceTimer(self.model_runner.device) if due else None
 
-    def _note_launched(self, prepared: _Prepared, readbacks: list[Any], timer: DeviceTimer | None) -> None:
-        plan, sampled, batch, _, taps, constrained, new_tokens = prepared
-        late = None if constrained is None else LateSampling(constrained, taps)
+    def _note_arriving(self, prepared: _Prepared, launched: _Launched) -> None:
         failed, self._failed = self._failed, []
-        arriving = [*(each for tap in taps for each in tap.taken()), *failed]
-        accepted = readbacks.pop(0) if new_tokens > 1 else None
-        self._launched.append(_Launched(plan, sampled, readbacks, timer, arriving, late, batch.mixed, accepted))
+        launched.arriving = [*(each for tap in prepared.taps for each in tap.taken()), *failed]
 
-    def _run(self, prepared: _Prepared) -> Iterator[tuple[Tensor, AcceptedTokens | None]]:
-        """Yield the tokens of each launch, in the order of ``StepPlan.sampled``, and what says which of them count."""
-        batch = prepared.batch
-        if batch.decode or batch.extend:
-            self.mixed_steps += batch.mixed
-            output = self.model_runner.run(batch, self._persistent)
-            yield output.tokens, output.accepted
+    def _run_apart(self, prepared: _Prepared) -> Iterator[StepOutput]:
+        """Run the launches of chunks that run apart, and yield what each has sampled."""
         for _, alike in itertools.groupby(prepared.apart, key=_launch_of):
             chunks = [*alike]
             apart = cast(RunsApart, chunks[0].apart)
             extensions = [chunk.extension(self.model_runner) for chunk in chunks]
             try:
-                yield apart.run(self.model_runner, self._persistent, extensions, prepared.taps), None
+                tokens = apart.run(self.model_runner, self._pipeline.persistent, extensions, prepared.taps)
             except RequestError as error:  # they fail alone, once the tokens of others are read
                 self._failed += [_FailedChunk(chunk.request, error) for chunk in chunks]
+                continue
+            yield StepOutput([chunk.request.running_row for chunk in chunks if chunk.is_last], None, tokens)
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
@@ -350,7 +328,7 @@ class Loop:
             drafting = self.drafts.drafting(plan) if new_tokens > 1 else None
             batch = Batch(rows, extend, mixed=mixed, taps=taps, drafting=drafting)
             constrained = Constrained.among(plan.sampled)
-            self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained, new_tokens)
+            self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained)
         return self._prepared
 
     def _mixes(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
@@ -375,47 +353,46 @@ class Loop:
 
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []
+        pipeline = self._pipeline
         if self.timing:
             self._late_launch.forget()
-        while len(self._launched) > steps:
-            self._sample_late(self._launched[0])
-            timed = self.timing and len(self._launched) > 1
-            waits = timed and not self._launched[0].arrived
-            read = self._read(self._launched[0])
+        unread = pipeline.unread
+        while len(unread) > steps:
+            self._sample_late(unread[0])
+            timed = self.timing and len(unread) > 1
+            waits = timed and not unread[0].arrived
+            read = pipeline.read(self._read)
             changed = [*changed, *read] if changed else read
-            self._launched.popleft()
             if timed:
-                self._late_launch.read(waits, bool(self._launched[-1].plan.extend))
-        if self._launched:  # all before it has been read, and the device is busy with it
-            self._sample_late(self._launched[0])
+                self._late_launch.read(waits, bool(unread[-1].note.plan.extend))
+        if unread:  # all before it has been read, and the device is busy with it
+            self._sample_late(unread[0])
         return changed
 
-    def _sample_late(self, step: _Launched) -> None:
-        if step.late is not None:
-            step.late.sample(self.model_runner, self._persistent)
+    def _sample_late(self, ticket: Ticket[_Launched]) -> None:
+        """Sample what the oldest step has left until all before it was read."""
+        if ticket.late and ticket.late_readback is None and ticket.note.late is not None:
+            ticket.note.late.sample(self.model_runner, self._pipeline)
 
-    def _read(self, step: _Launched) -> list[Request]:
-        tokens = list(itertools.chain.from_iterable(readback.result() for readback in step.readbacks))
-        runs = None if step.accepted is None else self.drafts.read(step.accepted)
-        if runs is not None:
-            tokens = [*(run[0] for run in runs), *tokens]
-        tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
-        late = [] if step.late is None else step.late.read(tokens)
-        failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
-        arrived = [*step.arriving, *late]
+    def _read(self, ticket: Ticket[_Launched], step: StepTokens) -> list[Request]:
+        """Hand a step's tokens out; return who got one or ended."""
+        launched, arrived, failed = ticket.note, ticket.note.arriving, dict[Request, RequestError]()
+        if launched.late is not None:
+            arrived = [*arrived, *launched.late.read(step.tokens)]
+            failed.update(launched.late.failed)
         for arriving in arrived:
             failed.update(arriving.hand_out())  # before the tokens: a reader of one finds what belongs to it
-        if step.timer is not None:
-            prompts = sum(len(chunk.ids) for chunk in step.plan.extend)
-            self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
+        if launched.timer is not None:
+            plan = launched.plan
+            prompts = sum(len(chunk.ids) for chunk in plan.extend)
+            self._token_budget.ran(len(plan.decode), prompts, launched.timer.seconds, launched.mixed)
         for request, error in failed.items():
             self.scheduler.end(request, "error", error)
-        if runs is None:
-            changed = self.scheduler.read(step.sampled, tokens, time.monotonic())
+        if step.runs is None:
+            changed = self.scheduler.read(launched.sampled, step.tokens, time.monotonic())
         else:
-            more = itertools.chain((run[1:] for run in runs), itertools.repeat([]))
-            whole = [[token, *later] for token, later in zip(tokens, more, strict=False)]
-            changed = self.scheduler.read_runs(step.sampled, whole, time.monotonic())
+            runs = [tokens for _, tokens in step.by_row()]
+            changed = self.scheduler.read_runs(launched.sampled, runs, time.monotonic())
         if failed:
             changed = [*changed, *failed]
         if arrived:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -23,14 +22,14 @@ from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
-Arriving: TypeAlias = tuple[Sequence[Row], Any]
-"""Rows, and their tokens on the way to the host: a ``Readback``, or ``AcceptedTokens`` of a step that accepts some."""
-
 
 class DecodeStep:
-    """The next steps of rows that sit in the decode buffers."""
+    """The next steps of rows that sit in the decode buffers.
 
-    # ``output`` is of its last run, after each new token of its rows.
+    Attributes:
+        output: of its last run, after each new token of its rows.
+        alone: whether it can be launched briefly: its program alone may take long, and captures that go on.
+    """
 
     def __init__(
         self,
@@ -50,7 +49,9 @@ class DecodeStep:
         self.rows, self.repeats, self._page_size = rows, 0, state.config.page_size
         # The rows that enter a page when ``repeats``, modulo the page size, is the key; found in the first repeat.
         self._entering: dict[int, list[Row]] | None = None
-        self._launch, self._room = launch, float(room if launch.repeats else 0)
+        self._launch = launch
+        self.alone = launch.alone
+        self._room = float(room if launch.repeats else 0)
         self._feed, self._arena = feed, state.arena
         self._validity, self._period = state.validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
@@ -86,18 +87,6 @@ class DecodeStep:
         self._taps, self._drafting = (), None  # they may hold the cache whose step this is
         self._launch.release()
 
-    def run(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> list[Arriving] | None:
-        """Run it again; return rows and their tokens, none if all are sampled later, or None if nothing was run."""
-        # In the executor, briefly: its program alone may take long. ``failed`` is called with its rows if it fails,
-        # or is interrupted: the decode buffers may have advanced.
-        if not (self._launch.alone and self.is_valid_for(batch)):
-            return None
-        output = self.launch(batch, failed)
-        if output.accepted is not None:
-            return [(output.rows, output.accepted)]
-        late = self._deferred_sampling.unsampled and len(self._deferred_sampling.rows) == len(batch.decode)
-        return [] if late else [(output.rows, self._readbacks.start(output.tokens))]
-
     def is_valid_for(self, batch: Batch) -> bool:
         """Whether the next step of a batch's rows is this one; asked in the executor."""
         return (
@@ -110,7 +99,10 @@ class DecodeStep:
         )
 
     def launch(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> StepOutput:
-        """Launch it, in the executor, for rows that feed in one token each, or guesses; captures may go on then."""
+        """Launch it, in the executor, for rows that feed in one token each, or guesses; captures may go on then.
+
+        ``failed`` is called with its rows if it fails, or is interrupted: the decode buffers may have advanced.
+        """
         launch, taps = self._launch, batch.taps
         try:
             if batch.tokens is not None:

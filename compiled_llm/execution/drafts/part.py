@@ -50,10 +50,12 @@ class Drafts:
         drafter: Callable[[Texts], Drafter] | None = None,
         name: str = "",
         rule: Rule | None = None,
+        heard: Callable[[AcceptedTokens], None] = lambda accepted: None,
     ) -> None:
         """Draft by n-grams, or with another ``drafter`` of this ``name``, which is the same object each time.
 
         Args:
+            heard: hears of each step that was read.
             text_of: returns the tokens of a row that the host knows, ``[T]`` int64, from the first that its pages hold;
                 ``UNKNOWN`` stands for those that are embeddings.
 
@@ -61,7 +63,10 @@ class Drafts:
             ValueError: there is too little memory for the texts.
         """
         texts = texts_of(model_runner)
-        self.texts, self.most, self._text_of = texts, settings.num_speculative_tokens, text_of
+        self.texts = texts
+        self.most = settings.num_speculative_tokens
+        self._text_of = text_of
+        self._heard = heard
         longest = texts.longest_text  # no row has more to look up; the device counts in int32
         self._lookup = min(settings.prompt_lookup_max, longest), min(settings.prompt_lookup_min, longest)
         self.name = name or "ngram"
@@ -125,6 +130,7 @@ class Drafts:
         if min(runs)[0] == BAD_COUNTS:  # no token is less
             raise RuntimeError(f"drafts: {self.name} has given numbers of drafts that are below 0 or above its limit")
         self.rule.note(accepted.rows, accepted.new_tokens, accepted.offered, accepted.right)
+        self._heard(accepted)
         return runs
 
 
@@ -136,6 +142,9 @@ class _Drafting:
 
     def entering(self, rows: Sequence[Row]) -> None:
         self._drafts.enter(rows)
+
+    def read(self, accepted: AcceptedTokens) -> list[list[int]]:
+        return self._drafts.read(accepted)
 
 
 PART: Any = Drafts

@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.drafts import Drafter
-from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch
-from compiled_llm.execution.decode.decode_step import Arriving
 from compiled_llm.execution.drafts.part import Drafts, DraftSettings
 from compiled_llm.execution.drafts.rule import Rule
 from compiled_llm.execution.drafts.texts import Texts
@@ -25,7 +23,8 @@ class _Answer:
 
     def __init__(self, stored: NDArray[np.int64], left: int) -> None:
         self._text = np.concatenate([stored, np.zeros(left + 1, dtype=np.int64)])
-        self._length, self.left = len(stored), left  # ``left``: how many more it may get
+        self._length = len(stored)
+        self.left = left  # how many more it may get
         self.waiting: deque[int] = deque()
 
     @property
@@ -36,7 +35,8 @@ class _Answer:
         """Add tokens, as far as it may get more."""
         tokens = tokens[: self.left]
         self._text[self._length : self._length + len(tokens)] = tokens
-        self._length, self.left = self._length + len(tokens), self.left - len(tokens)
+        self._length += len(tokens)
+        self.left -= len(tokens)
         self.waiting.extend(tokens)
 
 
@@ -69,7 +69,6 @@ class Rounds:
         self._drafts = Drafts(self._runner, settings, lambda row: answers[row].text, drafter, name, rule)
         self._drafts.texts.forget(loop.rows)
         self._running = list(loop.rows)
-        self._unread: deque[Arriving] = deque()
         self._prefilled = False
         self._batches: dict[int, Batch] = {}
         for row in loop.rows:
@@ -115,8 +114,8 @@ class Rounds:
             return
         rows = self._unfinished()
         if rows and (new := self._size(rows)):
-            self._unread.append(self._loop.launch(self._batch(rows, new)))
-            if len(self._unread) > 1:
+            self._loop.launch(self._batch(rows, new))
+            if self._loop.unread > 1:
                 self._read()
         else:
             self._read()
@@ -127,7 +126,7 @@ class Rounds:
 
     def _unfinished(self) -> list[Row]:
         """Return the rows that may need more tokens than launched steps surely give."""
-        launched = len(self._unread)
+        launched = self._loop.unread
         rows = [row for row in self._running if self._answers[row].left > launched]
         return self._running if len(rows) == len(self._running) else rows
 
@@ -145,10 +144,5 @@ class Rounds:
         return known
 
     def _read(self) -> None:
-        rows, arriving = self._unread.popleft()
-        if isinstance(arriving, AcceptedTokens):
-            runs = self._drafts.read(arriving)
-        else:
-            runs = [[token] for token in arriving.result()]
-        for row, run in zip(rows, runs, strict=True):
-            self._answers[row].append(run)
+        for row, tokens in self._loop.read().by_row():
+            self._answers[row].append(tokens)

@@ -181,7 +181,9 @@ class Readbacks:
         """Start copying ``source`` ``[N]``, of any type."""
         idle = self._idle[source.shape[0], source.dtype]
         readback = idle.pop() if idle else Readback(source, idle)
-        readback.start(source)
+        readback._host.copy_(source, non_blocking=True)  # as in ``Readback.start``, and no call: each step comes by
+        if readback._event is not None:
+            readback._event.record()
         return readback
 
     @staticmethod

@@ -173,8 +173,12 @@ class NaiveDevice:
         for row in rows:
             row.position_at_most = row.length_at_most
         self.next.update((row, max(0, token)) for row, token in chosen if row not in self.unsampled)
+        self._note_unsampled(persistent)
         self.fault("ran")
         return StepOutput([row for row, _ in chosen], None, [token for _, token in chosen])  # type: ignore[arg-type]
+
+    def _note_unsampled(self, persistent: Any) -> None:
+        persistent.deferred.unsampled = [SimpleNamespace(rows=[*self.unsampled])] if self.unsampled else []
 
     def _now_or_late(self, row: Row) -> int:
         assert row.slot is not None, "a row runs without a slot"
@@ -188,6 +192,7 @@ class NaiveDevice:
     def sample_deferred(self, persistent: Any, masks: None, processed: object) -> StepOutput:
         self.fault("late")
         rows, self.unsampled = self.unsampled, []
+        persistent.deferred.unsampled = []
         tokens = [NOT_A_TOKEN if row.slot is None else self._choose(row) for row in rows]
         self.next.update((row, max(0, token)) for row, token in zip(rows, tokens, strict=True) if row.slot is not None)
         return StepOutput(rows, None, tokens)  # type: ignore[arg-type]
@@ -510,7 +515,7 @@ class Crowd(RuleBasedStateMachine):
 
     def unread(self) -> Iterator[Request]:
         """Requests that gave their pages back after their last token was sampled, before it is read."""
-        chosen = Counter(request for step in self.loop._launched for request in step.plan.sampled)
+        chosen = Counter(request for request in self.loop._unread_requests())
         for request, tokens in chosen.items():
             if request.row is None and not request.done and len(request.tokens) + tokens == request.max_tokens:
                 yield request
