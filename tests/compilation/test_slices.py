@@ -7,7 +7,9 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from compiled_llm.compat.contexts import of_one_call
 from compiled_llm.compilation.graphs.slices import SLICE, SlicedThread
 from support.in_threads import in_thread
 
@@ -214,3 +217,26 @@ def test_pytorch_uses_as_many_threads_as_the_caller() -> None:
         future = thread.submit(torch.get_num_threads)
         finish(thread)
         assert future.result() == threads == torch.get_num_threads()
+
+
+class Held:
+    """What a call has, its cache for example."""
+
+
+CALL: ContextVar[Held | None] = of_one_call(ContextVar("call of a test", default=None), None)
+
+
+def test_a_job_that_waits_keeps_nothing_of_the_call_that_has_begun_it():
+    """A capture goes on for many steps, and the pages of a cache are to be free once its user drops it."""
+    thread, held = SlicedThread("slices"), Held()
+    known = weakref.ref(held)
+
+    def call(held: Held) -> Any:
+        CALL.set(held)
+        return thread.submit(lambda: CALL.get() is None)
+
+    done = copy_context().run(call, held)
+    del held
+    assert known() is None
+    finish(thread)
+    assert done.result()

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextvars import copy_context
 from typing import Literal, TypeVar
 
 import torch
 
 from compiled_llm.compat.condition import Condition
+from compiled_llm.compat.contexts import callers_context
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class SlicedThread:
         future: Future[T] = Future()
         threads = torch.get_num_threads()
         with self._changed:
-            context = copy_context()
+            context = callers_context()  # a job may wait for long: it keeps nothing of the call that has begun it
             self._job, self._state = lambda: context.run(lambda: self._complete(future, job, threads)), "waiting"
         return future
 
