@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ from compiled_llm.compat.cache_names import output_field
 from compiled_llm.compat.huggingface import pad_token
 from compiled_llm.compat.known_functions import reads_tokens_alone
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
@@ -53,10 +54,10 @@ _HARMLESS = (
 
 
 class TokenSource(Protocol):
-    """What takes the place of steps where rows may get several tokens in one."""
+    """Where the tokens of a call come from, one for each row at a time."""
 
     def next(self) -> dict[Row, int]:
-        """Return the next token of each row that goes on; none if some wait for theirs."""
+        """Launch what is to be launched, and return the next token of each row that goes on; none if some wait."""
         ...
 
     def leave(self, row: Row) -> None:
@@ -104,32 +105,25 @@ def fast_loop(
                 generate_loop.resume(row, np.concatenate([tokens, answer]), left, going_on)
         else:
             generate_loop.begin(call.logits, settings)
-        rounds = None if drafting is None else drafting(call, sequences.answers(), left)
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
         # Outputs of later steps are to be those of HuggingFace's pads, and a state does not go back by several tokens.
         pads = bool(taps) or bool(call.runtime.facts.states)
+        source: TokenSource = SingleTokens(generate_loop, sequences, left, ends if pads else {})
+        if drafting is not None:
+            source = drafting(call, sequences.answers(), left)
         while not sequences.done:
             if watched:
                 check_hooks(call)
                 generate_loop.model_runner.expect_changes()
-            if rounds is not None:
-                sampled = rounds.next()
-            else:
-                fed = _padded(sequences, ends, generate_loop.steps) if ends and pads else {}
-                sampled = generate_loop.step(None, fed) if generate_loop.steps < left else generate_loop.drain()
-                if not sampled and not (generate_loop.asynchronous and generate_loop.prepared):
-                    sampled = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
+            sampled = source.next()
             if not sampled:
                 continue
-            ended = append_tokens(call, sequences, [sampled.get(row, 0) for row in rows])
-            if rounds is not None:
-                for index in ended:
-                    rounds.leave(rows[index])
-            if ended and call.returns_cache:
-                ends.update({rows[index]: sequences.generated for index in ended})
-            elif ended:
-                for index in ended:
+            for index in append_tokens(call, sequences, [sampled.get(row, 0) for row in rows]):
+                source.leave(rows[index])
+                if call.returns_cache:
+                    ends[rows[index]] = sequences.generated
+                else:
                     generate_loop.release(rows[index])
         generate_loop.report_wrong_pages()
         if call.returns_cache:
@@ -181,11 +175,31 @@ def begin_rows(call: PagedCall, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
         yield tokens[shared:]
 
 
-def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, int]:
-    """Return the tokens that ended rows feed in: HuggingFace's go on with pads, and so do the scores of their steps."""
-    # ``ends`` are the rows' numbers of tokens when they ended, with the one that ended them; ``step`` is about to be
-    # launched, and the first one feeds in no new token.
-    return {row: sequences.pad_token for row, count in ends.items() if step > count}
+class SingleTokens:
+    """Steps that give each row one token."""
+
+    def __init__(self, loop: GenerateLoop, sequences: Sequences, left: int, ends: Mapping[Row, int]) -> None:
+        """Launch ``left`` steps. Of rows that go on with pads, ``ends`` are their numbers of tokens when they ended."""
+        self._loop = loop
+        self._sequences = sequences
+        self._left = left
+        self._ends = ends
+
+    def next(self) -> dict[Row, int]:
+        loop = self._loop
+        fed = self._pads() if self._ends else {}
+        sampled = loop.step(None, fed) if loop.steps < self._left else loop.drain()
+        if not sampled and not (loop.asynchronous and loop.prepared):
+            sampled = loop.drain()  # the first tokens do not wait for decode to be compiled
+        return sampled
+
+    def _pads(self) -> dict[Row, int]:
+        """Return what ended rows feed in: HuggingFace's go on with pads, and so do the scores of their steps."""
+        pad = self._sequences.pad_token  # the first step feeds in no new token
+        return {row: pad for row, count in self._ends.items() if self._loop.steps > count}
+
+    def leave(self, row: Row) -> None:
+        """Its tokens are not looked at any more."""
 
 
 def trim_cache(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
@@ -276,7 +290,7 @@ class Sequences:
             )
         if self._pads and len(running) < len(tokens):
             tokens = [token if row in running else self.pad_token for row, token in enumerate(tokens)]
-        self._columns[:, self.length] = tokens
+        self._columns[:, self._prompt + self.generated] = tokens
         self.generated += 1
         ended = set() if self.eos.isdisjoint(tokens) else {row for row in running if tokens[row] in self.eos}
         for entry in self._custom:
