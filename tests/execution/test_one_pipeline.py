@@ -1,0 +1,74 @@
+"""One class holds the steps that are launched and not read: who else kept some would have rules of its own for them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import compiled_llm
+
+PACKAGE = Path(compiled_llm.__file__).parent
+PART_OF_A_STEP = {"Ticket", "StepOutput"}
+"""What one step is made of, in turn: it holds what the device has accepted, and is held by the pipeline."""
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Return the names in an annotation or a value, those of quoted annotations included."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    quoted = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    for text in quoted:
+        try:
+            found |= {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
+        except SyntaxError:  # a sentence
+            continue
+    return found
+
+
+def attributes_of(source: str) -> Iterator[tuple[str, set[str]]]:
+    """Yield each class with the names in one of its attributes: in its annotation, or in what is assigned to it."""
+    for owner in ast.walk(ast.parse(source)):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        fields = {id(each) for each in owner.body if isinstance(each, ast.AnnAssign)}
+        for node in ast.walk(owner):
+            match node:
+                case ast.AnnAssign(target=ast.Attribute()) | ast.AnnAssign() if (
+                    isinstance(node.target, ast.Attribute) or id(node) in fields
+                ):
+                    yield owner.name, names_in(node.annotation)
+                case ast.Assign(targets=[ast.Attribute()], value=value):
+                    yield owner.name, names_in(value)
+
+
+def holders(kind: str, sources: Iterator[str]) -> set[str]:
+    """Return the classes with an attribute that holds objects of a class."""
+    return {owner for source in sources for owner, names in attributes_of(source) if kind in names}
+
+
+def package() -> Iterator[str]:
+    return (path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def test_one_class_holds_steps_that_are_not_read() -> None:
+    assert holders("Ticket", package()) == {"Pipeline"}
+
+
+def test_what_the_device_has_accepted_is_held_by_its_step_alone() -> None:
+    assert holders("AcceptedTokens", package()) <= PART_OF_A_STEP
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Loop:\n    def __init__(self):\n        self._launched: deque[Ticket[int]] = deque()",
+        "class Loop:\n    last: Ticket[None] | None = None",
+        "class Loop:\n    last: 'Ticket[None] | None'",
+        "class Loop:\n    def step(self, rows):\n        self._last = Ticket(rows)",
+    ],
+    ids=["deque", "field", "quoted", "made"],
+)
+def test_another_that_holds_some_is_found(source: str) -> None:
+    assert holders("Ticket", iter([source])) == {"Loop"}
