@@ -22,6 +22,7 @@ FEATURES = {
     "recurrent layers": ["compiled_llm.kinds.recurrent"],
     "packed": ["compiled_llm.model.packed.part"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
+    "chat page": _modules("server.chat_page.page"),
     "check_pages": ["compiled_llm.execution.taps.page_check"],
     "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
@@ -36,12 +37,14 @@ LATE_FEATURES = {
     "decisions": _modules("requests.decisions.part", "server.decisions.endpoint"),
     "images": _modules("engine.images.part", "huggingface.images", "server.images.part"),
     "lm_eval": _modules("commands.lm_eval"),
+    "responses": _modules("server.openai.responses.endpoint"),
 }
 """Those of which nothing is imported before a request asks for it."""
 
 LATE_ROUTES = {
     "/v1/systemone": "decisions",
     "/v1/decisions": "decisions",
+    "/v1/responses": "responses",
     "/v1/embeddings": "pooling",
     "/v1/rerank": "pooling",
     "/rerank": "pooling",

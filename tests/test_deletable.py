@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from support.features import FEATURES, Feature, Parted, is_part, naming, taken_out
-from support.imports import CHECKOUT, imports_of, name_of, sources, targets
+from support.imports import CHECKOUT, imports, imports_of, name_of, sources, targets
 
 TESTS = CHECKOUT / "tests"
 CONTROL = "test_drawing.py"
@@ -110,6 +110,49 @@ def test_a_feature_s_files_and_tests_are_there(name: str) -> None:
     assert [file for file in feature.tests if not (TESTS / file).exists()] == []
     if not feature.lacks:
         assert is_part(feature), "a folder, or at most three files, in each package"
+
+
+# ---- the table is honest: what went is all of it
+
+
+def without(feature: Feature) -> dict[str, set[str]]:
+    """Return what each module that is left imports of those that are left."""
+    files = sources()
+    places = {name: str(path.relative_to(CHECKOUT)) for name, path in files.items()}
+    gone = {
+        name
+        for name, place in places.items()
+        if any(place == file or place.startswith(f"{file}/") for file in feature.files)
+    }
+    left: dict[str, set[str]] = {name: set() for name in files if name not in gone}
+    for found in imports():
+        if found.importer in left and found.imported in left:
+            left[found.importer].add(found.imported)
+    return left
+
+
+def left_alone(feature: Feature) -> set[str]:
+    """Return the modules that nobody imports once a feature is out, and did before, be it each other."""
+    importing, complete = without(feature), without(Feature("", (), ()))
+    imported = {target for targets in complete.values() for target in targets}
+    found: set[str] = set()
+    while True:
+        used = {target for name, targets in importing.items() if name not in found for target in targets}
+        if (more := (importing.keys() & imported) - used) == found:
+            return found
+        found = more
+
+
+@pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if not feature.lacks])
+def test_nothing_stays_that_served_a_feature_alone(name: str) -> None:
+    """A module that nobody but its tests imports once a part is out is a file of that part."""
+    assert sorted(left_alone(FEATURES[name])) == [], "add them to the files of its row"
+
+
+def test_a_module_that_served_a_feature_alone_is_found() -> None:
+    decisions = FEATURES["decisions"]
+    short = decisions._replace(files=tuple(file for file in decisions.files if "compat" not in file))
+    assert left_alone(short) == {"compiled_llm.compat.decisions"}
 
 
 # ---- the table is honest: nobody asks whether a feature is there, but the registries

@@ -20,7 +20,7 @@ from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.pipeline import Pipeline, StepTokens, Ticket
+from compiled_llm.execution.pipeline import Pipeline, SampledTokens, Ticket
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
@@ -152,7 +152,7 @@ class GenerateLoop:
         """How many steps were launched and not read."""
         return len(self._pipeline.unread)
 
-    def read(self) -> StepTokens:
+    def read(self) -> SampledTokens:
         """Return the tokens of the oldest step not yet read, waiting for it."""
         return self._pipeline.read(_all)
 
@@ -384,11 +384,11 @@ class GenerateLoop:
         return logits.clone()
 
 
-def _by_row(_: Ticket[None], tokens: StepTokens) -> dict[Row, int]:
+def _by_row(_: Ticket[None], tokens: SampledTokens) -> dict[Row, int]:
     return dict(zip(tokens.rows, tokens.tokens, strict=True))
 
 
-def _all(_: Ticket[None], tokens: StepTokens) -> StepTokens:
+def _all(_: Ticket[None], tokens: SampledTokens) -> SampledTokens:
     return tokens
 
 

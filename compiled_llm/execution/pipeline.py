@@ -26,7 +26,7 @@ T = TypeVar("T")
 _NOTHING: Mapping[Row, Tensor] = {}
 
 
-class StepTokens(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens of one step, by its rows."""
 
     rows: Sequence[Row]
@@ -46,7 +46,7 @@ class Ticket(Generic[N]):
 
     Attributes:
         note: what its caller keeps with it.
-        rows: the rows that get a token, in the order of ``StepTokens``.
+        rows: the rows that get a token, in the order of ``SampledTokens``.
         late: those of them whose tokens are sampled once the host has read all earlier ones.
     """
 
@@ -65,7 +65,7 @@ class Ticket(Generic[N]):
         here = self.accepted is None or self.accepted.arrived
         return here and all(readback.arrived for readback in self.readbacks)
 
-    def tokens(self) -> StepTokens:
+    def tokens(self) -> SampledTokens:
         """Return its tokens, once, waiting for them."""
         assert not self.late or self.late_readback is not None, "late tokens are sampled before they are read"
         runs = None
@@ -76,7 +76,7 @@ class Ticket(Generic[N]):
             tokens += readback.result()
         if self.late_readback is not None:
             tokens = self._with_late(tokens, self.late_readback.result())
-        return StepTokens(self.rows, tokens, runs)
+        return SampledTokens(self.rows, tokens, runs)
 
     def _with_late(self, tokens: list[int], late: list[int]) -> list[int]:
         if len(late) == len(self.rows):
@@ -150,13 +150,13 @@ class Pipeline(Generic[N]):
 
     # ---- read
 
-    def read(self, take: Callable[[Ticket[N], StepTokens], T]) -> T:
+    def read(self, take: Callable[[Ticket[N], SampledTokens], T]) -> T:
         """Have the tokens of the oldest step taken, waiting for them; it counts as unread until they are."""
         ticket = self.unread[0]
         if ticket.late or ticket.accepted is not None or len(ticket.readbacks) != 1:
             tokens = ticket.tokens()
         else:  # here, and no call: most steps are such
-            tokens = StepTokens(ticket.rows, ticket.readbacks[0].result())
+            tokens = SampledTokens(ticket.rows, ticket.readbacks[0].result())
         taken = take(ticket, tokens)
         self.unread.popleft()
         return taken

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from compiled_llm.compat.own_version import OWN_VERSION
-from compiled_llm.server.chat_page import page
+from compiled_llm.features import feature
 from compiled_llm.server.guard import Guard
 from compiled_llm.server.http.api_error import ANSWERED, respond
 from compiled_llm.server.http.body_route import BodyRouteMiddleware
@@ -22,7 +22,6 @@ from compiled_llm.server.openai.chat import endpoint as chat
 from compiled_llm.server.openai.common.api_server import ApiServer
 from compiled_llm.server.openai.common.engine_link import EngineLink
 from compiled_llm.server.openai.completions import endpoint as completions
-from compiled_llm.server.openai.responses import endpoint as responses
 from compiled_llm.server.settings import ApiServerSettings
 
 
@@ -30,10 +29,11 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
     app = _Application(title="compiled_llm", version=OWN_VERSION, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.api_server = api_server = ApiServer(settings, link)
     app.state.metrics = metrics.ApiServerMetrics(settings.figures)
-    rooms = (chat, completions, responses, tokenize, status, metrics)
+    rooms = (chat, completions, tokenize, status, metrics)
     for room in rooms:
         app.include_router(room.router)
-    if settings.page:
+    page = feature("chat page", "server") if settings.page else None
+    if page is not None:
         app.include_router(page.router)
     for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
@@ -43,7 +43,13 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
         from compiled_llm.server.tracing import TracingMiddleware, tracer_provider
 
         app.add_middleware(TracingMiddleware, provider=tracer_provider(settings.otlp_traces_endpoint))
-    app.add_middleware(Guard, settings=settings, metrics=app.state.metrics, reads_images=api_server.reads_images)
+    app.add_middleware(
+        Guard,
+        settings=settings,
+        metrics=app.state.metrics,
+        reads_images=api_server.reads_images,
+        keyless=() if page is None else page.PATHS,
+    )
     if settings.cors_origins:  # outside the guard: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,

@@ -9,14 +9,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from ipaddress import ip_address
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from compiled_llm.server.chat_page import page
 from compiled_llm.server.http.api_error import ApiError, of_exception, unexpected
 from compiled_llm.server.openai.common.api_server import REQUEST_ID
 from compiled_llm.server.openai.metrics import ApiServerMetrics
@@ -24,8 +23,8 @@ from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
-_FOR_EVERYBODY = frozenset(("/", "/health", "/ready", *page.PATHS))
-_POLLED = ("/health", "/ready", "/metrics", page.SCRIPTS)
+_FOR_EVERYBODY = ("/", "/health", "/ready")
+_POLLED = ("/health", "/ready", "/metrics", "/page/{name}")
 """Asked again and again, by programs and pages that watch the server, and by each page that is opened."""
 _ANSWERS_OF_POLLED = (200, 304, 503)
 """That the server is ready, or not yet, or nothing new: neither is worth a line each time."""
@@ -46,8 +45,15 @@ class Guard:
         settings: ApiServerSettings,
         metrics: ApiServerMetrics,
         reads_images: Callable[[], bool] = lambda: False,
+        keyless: Collection[str] = (),
     ) -> None:
-        """``reads_images`` says whether the model does, as far as it is known; bodies may be longer then."""
+        """Guard an application.
+
+        Args:
+            reads_images: whether the model does, as far as it is known; bodies may be longer then.
+            keyless: further paths that need no key.
+        """
+        self._keyless = frozenset((*_FOR_EVERYBODY, *keyless))
         self._app = app
         self._reads_images = reads_images
         self._settings = settings
@@ -86,7 +92,7 @@ class Guard:
     def _check(self, scope: Scope, headers: _Headers) -> None:
         self._check_host(headers)
         self._check_origin(headers)
-        if scope["path"] not in _FOR_EVERYBODY:
+        if scope["path"] not in self._keyless:
             self._check_key(scope, headers)
 
     def _check_host(self, headers: _Headers) -> None:

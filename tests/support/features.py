@@ -138,17 +138,19 @@ FEATURES = {
     ),
     "decisions": Feature(
         "decision|decide",
-        (
-            "compiled_llm/requests/decisions",
-            "compiled_llm/server/decisions",
-        ),  # in compat, what is known of HuggingFace's
+        ("compiled_llm/requests/decisions", "compiled_llm/server/decisions", "compiled_llm/compat/decisions.py"),
         ("decisions",),
         line='compiled_llm/features.py: "decisions": ',
         asks="Engine(model()).decide('state', {'a': {'type': 'noul'}})",
     ),
     "images": Feature(
         "images",
-        ("compiled_llm/engine/images", "compiled_llm/huggingface/images.py", "compiled_llm/server/images"),
+        (
+            "compiled_llm/engine/images",
+            "compiled_llm/huggingface/images.py",
+            "compiled_llm/server/images",
+            "compiled_llm/compat/images",
+        ),
         ("images",),
         line='compiled_llm/features.py: "images": ',
         asks="Engine(model()).submit([{'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}])",
@@ -176,7 +178,7 @@ FEATURES = {
     ),
     "kept programs": Feature(
         "kept program",
-        ("compiled_llm/compilation/kept",),
+        ("compiled_llm/compilation/kept", "compiled_llm/compat/torch/kept"),
         ("compilation/kept",),
         'compiled_llm/features.py: "kept programs": ',
     ),
@@ -186,6 +188,67 @@ FEATURES = {
         ("engine/grammars",),
         'compiled_llm/features.py: "structured_outputs": ',
         asks="StructuredOutputsParams(regex='a')",
+    ),
+    "chat page": Feature(
+        "chat page",
+        ("compiled_llm/server/chat_page",),
+        ("server/api_server/chat_page/test_files.py",),
+        'compiled_llm/features.py: "chat page": ',
+    ),
+    "replicas": Feature(
+        "replica",
+        ("compiled_llm/server/replicas",),
+        ("server/replicas",),
+        exports="compiled_llm/server/__init__.py: ray_app",
+    ),
+    "responses": Feature(
+        "/v1/responses",
+        ("compiled_llm/server/openai/responses",),
+        ("server/api_server/openai/test_responses.py",),
+        line='compiled_llm/features.py: "responses": ',
+    ),
+    # These are none yet.
+    "artifacts": Feature(
+        "artifact",
+        ("compiled_llm/compilation/artifacts",),
+        ("compilation/artifacts",),
+        lacks="the way to programs asks artifacts first, and kept programs have their folders",
+    ),
+    "background compiling": Feature(
+        "background",
+        ("compiled_llm/execution/lifecycle/background_compilation.py",),
+        ("execution/test_background_compilation.py",),
+        lacks="who makes a runner makes it",
+    ),
+    "batch-invariant": Feature(
+        "invarian",
+        ("compiled_llm/model/weights/invariance.py", "ops/compiled_llm_ops/triton/invariant.py"),
+        ("engine/invariance",),
+        lacks="attention, passes and memory ask the config",
+    ),
+    "fused weights": Feature(
+        "fused",
+        ("compiled_llm/model/weights/fused_weights.py",),
+        ("model/test_fused_weights.py",),
+        lacks="a runner lays weights out, and programs and passes ask them",
+    ),
+    "generate_batch": Feature(
+        "generate_batch|continuous batching",
+        ("compiled_llm/huggingface/batch",),
+        ("huggingface/test_generate_batch.py",),
+        lacks="a wrapped model's methods and calls that join an engine are in one folder",
+    ),
+    "mixed steps": Feature(
+        "mixed",
+        ("compiled_llm/execution/prefill/mixed_steps.py",),
+        ("engine/test_mixed_steps.py",),
+        lacks="the runner packs rows that decode beside prompts",
+    ),
+    "traced hooks": Feature(
+        "traced_hook|TracedHook",
+        ("compiled_llm/huggingface/traced_hook.py", "compiled_llm/model/traced/hooks.py"),
+        ("engine/outputs/test_engine_emitted.py",),
+        lacks="facts of a model have them, and programs are traced with them",
     ),
 }
 

@@ -27,7 +27,7 @@ from compiled_llm.engine.steps.timing.late_launch import LateLaunch
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.pipeline import Pipeline, StepTokens, Ticket
+from compiled_llm.execution.pipeline import Pipeline, SampledTokens, Ticket
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from compiled_llm.features import needed
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -374,7 +374,7 @@ class Loop:
         if ticket.late and ticket.late_readback is None and ticket.note.late is not None:
             ticket.note.late.sample(self.model_runner, self._pipeline)
 
-    def _read(self, ticket: Ticket[_Launched], step: StepTokens) -> list[Request]:
+    def _read(self, ticket: Ticket[_Launched], step: SampledTokens) -> list[Request]:
         """Hand a step's tokens out; return who got one or ended."""
         launched, arrived, failed = ticket.note, ticket.note.arriving, dict[Request, RequestError]()
         if launched.late is not None:
