@@ -147,6 +147,10 @@ class GenerateLoop:
         self.steps += 1
         return ticket
 
+    def start_reading(self, tokens: Tensor) -> None:
+        """Have ``[B]`` int64, tokens of the first rows that were sampled elsewhere, on their way; ``read`` has them."""
+        self._thread.call(self._pipeline.start_reading, self.rows[: len(tokens)], tokens, None)
+
     @property
     def unread(self) -> int:
         """How many steps were launched and not read."""

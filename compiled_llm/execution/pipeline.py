@@ -122,6 +122,10 @@ class Pipeline(Generic[N]):
         """Sample the next tokens of rows from logits ``[B, V]`` computed elsewhere, as a step, in the executor."""
         return self._add([self._model_runner.sample(rows, logits, self.persistent, taps)], None, note)
 
+    def start_reading(self, rows: Sequence[Row], tokens: Tensor, note: N) -> Ticket[N]:
+        """Have the tokens ``[B]`` of a step that were sampled elsewhere on their way to the host, in the executor."""
+        return self._add([StepOutput(rows, None, tokens)], None, note)
+
     def _add(self, outputs: Sequence[StepOutput], drafting: Drafting | None, note: N) -> Ticket[N]:
         rows = outputs[0].rows if len(outputs) == 1 else [row for output in outputs for row in output.rows]
         deferred = self.persistent.deferred

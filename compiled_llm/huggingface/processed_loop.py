@@ -37,24 +37,23 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
     # So processors see the very steps that HuggingFace's loop shows them, and their launches, like those of sampling,
     # are queued before the forward is done; a processor that reads from the device waits for itself. ``twins`` are the
     # second rows of guidance.
-    sequences = Sequences(call)
+    sequences, generate_loop = Sequences(call), call.cache.generate_loop
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
-        stack.enter_context(call.cache.generate_loop.watched([*filter(None, [sequences.step_states])]))
+        stack.enter_context(generate_loop.watched([*filter(None, [sequences.step_states])]))
+        generate_loop.restart()  # a call that was interrupted may have left a step unread
         steps = _Steps(call, twins, sequences)
-        steps.begin(
-            rows, [] if twins is None else stack.enter_context(twins.rows_in(call.cache.generate_loop, call.max_new))
-        )
+        steps.begin(rows, [] if twins is None else stack.enter_context(twins.rows_in(generate_loop, call.max_new)))
         while True:
             tokens = steps.sample()
-            reading = call.model_runner.thread.call(call.model_runner.readbacks.start, tokens)
+            generate_loop.start_reading(tokens)
             if ahead := steps.may_go_ahead:
                 steps.launch(tokens)
-            steps.pad(append_tokens(call, sequences, reading.result()))
+            steps.pad(append_tokens(call, sequences, generate_loop.read().tokens))
             if sequences.done:
                 break
             if not ahead:
                 steps.launch(tokens)
-        call.cache.generate_loop.report_wrong_pages()
+        generate_loop.report_wrong_pages()
         if call.returns_cache:
             trim_cache(call, rows, {}, sequences)
     call.cache.count(sequences.generated - 1)
