@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,7 @@ from compiled_llm.execution.reporting.inner_reasons import OTHER_OUTPUTS, asked_
 from compiled_llm.explaining.checks import breaks
 from compiled_llm.explaining.checks.graph_checks import uncapturable
 from compiled_llm.explaining.checks.recompiles import environment_in, recompiles_of
-from compiled_llm.explaining.dump.dump import Dump, new_folder
+from compiled_llm.explaining.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.history import history_of, timings_of
 from compiled_llm.explaining.profile.timings import Timing
@@ -69,7 +69,7 @@ def explain(
             that a wrapped model has ready, else at 1. A model that is not wrapped is compiled for it, which takes as
             long as the first call of a wrapped one.
         dump: a folder to write what is made of the model on the way to kernels: bytecode, guards, graphs and
-            Inductor's code, with an ``index.html``. It is compiled again for it.
+            Inductor's code, and the report. It is compiled again for it.
 
     Raises:
         TypeError: ``model`` is no HuggingFace model.
@@ -146,7 +146,7 @@ class _Subject:
         for fake in (False,) if changes_in_first_call(self._tried) else (True, False):
             try:
                 # No fake tensor may stay.
-                with restored(self._tried), self._paged(), LinearRecorder() as recorder:
+                with restored(self._tried), paged_attention_in(self.model), LinearRecorder() as recorder:
                     layers = probe_layers(self._tried, BATCH_ARGUMENT, fake)
                 layers = check_patterns(self._tried, layers)
                 groups = recorder.groups(self.model)
@@ -168,9 +168,6 @@ class _Subject:
         else:
             findings.add(_raised(cause))
         return None
-
-    def _paged(self) -> AbstractContextManager[None]:
-        return paged_attention_in(self.model)
 
 
 def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings: Findings) -> list[Trace]:
@@ -235,18 +232,9 @@ def _prompts(model: PreTrainedModel, inputs: Mapping[str, Tensor] | Tensor | Non
     if inputs is None:
         vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", 2)
         return [np.array(prompt, dtype=np.int64) % vocabulary for prompt in _DEFAULT_PROMPTS]
-    if isinstance(inputs, Tensor):
-        inputs = {"input_ids": inputs}
-    ids: Any = inputs.get("input_ids")
-    mask = inputs.get("attention_mask")
-    check_prompt(model, ids, mask)
-    return [np.asarray(prompt, dtype=np.int64) for prompt in prompts_of(torch.as_tensor(ids, device="cpu"), mask)]
-
-
-def prompts_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[NDArray[np.int64]]:
-    """Return each row's tokens that are not masked, on the host."""
-    ids = input_ids.cpu().numpy()
-    if attention_mask is None:
-        return list(ids)
-    mask = attention_mask.cpu().numpy() != 0
-    return [ids[row][mask[row]] for row in range(len(ids))]
+    given: Mapping[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    check_prompt(model, given.get("input_ids"), given.get("attention_mask"))
+    ids = torch.as_tensor(given["input_ids"], device="cpu").numpy()
+    mask = given.get("attention_mask")
+    kept = np.ones_like(ids) if mask is None else torch.as_tensor(mask, device="cpu").numpy()
+    return [row[keep != 0].astype(np.int64) for row, keep in zip(ids, kept, strict=True)]

@@ -1,11 +1,9 @@
-"""The report: text, page and plain data."""
+"""The report: text and plain data."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,22 +15,19 @@ from transformers import PreTrainedModel
 
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.explaining.findings import Finding
-from compiled_llm.explaining.page import page
 from compiled_llm.explaining.profile.timings import Timing
 from compiled_llm.explaining.subject import head_rows, subject_of, title_of
 from compiled_llm.explaining.tracing import Trace
 from compiled_llm.explaining.wording import (
     CLEAN,
-    breakdown_of,
     change_of,
     following,
     history_rows,
     more_of,
-    next_steps,
     place_of,
     programs_of,
-    speed_of,
     timed_in,
+    to_try,
 )
 
 _LONGEST = 3
@@ -95,22 +90,12 @@ class Report:
         for timing in data["timings"]:
             yield Text()
             yield from _timing(timing)
-        if steps := next_steps(data):
-            yield Text()
-            yield Text("Next", "bold")
-            yield _named_values(steps)
         if data["history"] is not None:
             yield Text()
             yield _named_values(dict(history_rows(data["history"])))
         for note in data["notes"]:
             yield Text()
             yield Text(note, "yellow")
-
-    def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write the report as one page that needs nothing else, and return its path."""
-        file = Path(path)
-        file.write_text(page(self.data), encoding="utf-8")
-        return file
 
 
 def _program(trace: Trace) -> dict[str, Any]:
@@ -165,16 +150,25 @@ def _programs(programs: dict[str, Any]) -> Table:
 
 
 def _timing(timing: dict[str, Any]) -> Iterator[RenderableType]:
-    breakdown = breakdown_of(timing)
+    on_cuda = timing["measured"] == "kernels"
+    figures = (Column(name, justify="right") for name in ("launches" if on_cuda else "calls", "us", "of the step"))
+    table = Table(timing["measured"], *figures, box=None, pad_edge=False)
+
+    def add(name: str, launches: str, us: float) -> None:
+        table.add_row(name, launches, f"{us:,.1f}", f"{us / timing['step_us']:.1%}")
+
+    for kind in timing["kinds"]:
+        add(kind["name"], f"{kind['launches']:.1f}", kind["us"])
+    add("gaps: no kernel runs" if on_cuda else "the rest: compiled loops, Python", "", timing["gaps_us"])
+    add("in all", f"{timing['launches']:.1f}", timing["step_us"])
     yield Text(timed_in(timing), "bold")
-    name, *figures = breakdown.columns()
-    table = Table(name, *(Column(figure, justify="right") for figure in figures), box=None, pad_edge=False)
-    for row in breakdown.rows():
-        table.add_row(*row)
     yield table
-    longest = ", ".join(f"{kernel.name[:60]} {kernel.us:,.0f} us" for kernel in breakdown.kernels[:_LONGEST])
+    longest = ", ".join(f"{kernel['name'][:60]} {kernel['us']:,.0f} us" for kernel in timing["kernels"][:_LONGEST])
     yield Text(f"longest: {longest}")
-    yield Text(speed_of(timing))
+    if timing["host_us"] is not None:
+        yield Text(f"Launching a step takes the host {timing['host_us']:,.0f} us.")
+    if timing["program"] == "decode":
+        yield Text(to_try(timing))
 
 
 def _named_values(rows: dict[str, str]) -> Table:

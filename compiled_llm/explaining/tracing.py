@@ -250,7 +250,7 @@ class Sandbox:
         )
         with self._laid_out(config):
             model_runner = self.thread.call(self._model_runner, config)
-            return measure(model_runner, self._facts.model, batches, prompts, config.progress)
+            return measure(model_runner, batches, prompts, config.progress)
 
     @contextmanager
     def _laid_out(self, config: WrapConfig) -> Iterator[FusedWeights]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,6 +39,24 @@ class KernelLaunch:
     us: float  # its own time, in microseconds; so are ``start`` and ``end``
     start: float
     end: float
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What launches of one kind, or of one name, take in one step."""
+
+    name: str
+    us: float
+    launches: float
+
+
+def spent_by(name_of: Callable[[KernelLaunch], str], launches: Sequence[KernelLaunch], steps: int) -> list[Spent]:
+    """Return what one of the steps spends on launches of each name, the longest first."""
+    times: dict[str, list[float]] = {}
+    for launch in launches:
+        times.setdefault(name_of(launch), []).append(launch.us)
+    spent = [Spent(name, sum(us) / steps, len(us) / steps) for name, us in times.items()]
+    return sorted(spent, key=lambda one: one.us, reverse=True)
 
 
 def kind_of(names: Iterable[str]) -> str:
