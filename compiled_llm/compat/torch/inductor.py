@@ -35,6 +35,7 @@ def traced_by_inductor(folder: str) -> dict[str, Any]:
     return {
         "trace.enabled": True,
         "trace.debug_dir": folder,
+        "trace.provenance_tracking_level": 1,
         "fx_graph_cache": False,
     }
 
