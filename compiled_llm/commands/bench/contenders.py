@@ -129,11 +129,12 @@ C = TypeVar("C", bound=Contender)
 
 
 class Ours(Contender):
-    """The wrapped model; ``mode`` and so on are those of ``wrap``."""
+    """The wrapped model; ``options`` are those of ``wrap``."""
 
-    def __init__(self, mode: Mode, backend: str = "auto", artifacts: str | None = None) -> None:
+    def __init__(self, mode: Mode, backend: str = "auto") -> None:
         self.mode: Mode = mode
-        self.backend, self.artifacts = backend, artifacts
+        self.backend = backend
+        self.options: dict[str, Any] = {"mode": mode, "backend": backend}
         self.name = f"compiled-llm:{mode}" + ("" if backend == "auto" else f":{backend}")
 
     def obstacle(self, setup: Setup) -> str | None:
@@ -145,7 +146,7 @@ class Ours(Contender):
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[BenchSession]:
         rows = max(work.batch for work in setup.workloads)
-        with wrapped(setup, rows, mode=self.mode, backend=self.backend, artifacts=self.artifacts) as model:
+        with wrapped(setup, rows, **self.options) as model:
             yield BenchSession(setup, model)
 
 
