@@ -233,8 +233,9 @@ def _prompts(model: PreTrainedModel, inputs: Mapping[str, Tensor] | Tensor | Non
         vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", 2)
         return [np.array(prompt, dtype=np.int64) % vocabulary for prompt in _DEFAULT_PROMPTS]
     given: Mapping[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    check_prompt(model, given.get("input_ids"), given.get("attention_mask"))
-    ids = torch.as_tensor(given["input_ids"], device="cpu").numpy()
+    ids: Any = given.get("input_ids")
     mask = given.get("attention_mask")
-    kept = np.ones_like(ids) if mask is None else torch.as_tensor(mask, device="cpu").numpy()
-    return [row[keep != 0].astype(np.int64) for row, keep in zip(ids, kept, strict=True)]
+    check_prompt(model, ids, mask)
+    rows = torch.as_tensor(ids, device="cpu").numpy()
+    kept = np.ones_like(rows) if mask is None else torch.as_tensor(mask, device="cpu").numpy()
+    return [row[keep != 0].astype(np.int64) for row, keep in zip(rows, kept, strict=True)]
