@@ -1,4 +1,4 @@
-"""The words of a report: places, changes, timings and history."""
+"""The words of a report on timings and on history."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from compiled_llm.execution.reporting.events import ColdCause, ColdStart, UploadCause
-from compiled_llm.model.places import Place
 
-CLEAN = "Every program is one graph: no line keeps this model from running whole."
 UPLOAD_CAUSES: dict[UploadCause, str] = {
     "new_page": "a row came to pages that were not known ahead",
     "call_moved_in": "a call moved its rows in",
@@ -32,37 +30,6 @@ _TO_TRY = {
     "sampling": "Greedy answers, and fewer settings of sampling, take less.",
 }
 _GAPS = "Most of a step is the host's time: --mode cuda-graphs launches it as a whole, on a GPU."
-_HIDES_OTHERS = ("refused", "error", "graph break")
-
-
-def place_of(finding: dict[str, Any]) -> str:
-    return str(Place(finding["file"], finding["line"], finding["function"]))
-
-
-def change_of(finding: dict[str, Any]) -> str:
-    """Return the old and the new value that caused a recompile, in words; an empty text for other findings."""
-    if not finding["pinned_by"]:
-        return ""
-    values = f": {finding['old'] or '?'} → {finding['new'] or 'another'}" if finding["old"] or finding["new"] else ""
-    return f"the graph relies on {finding['pinned_by']}{values}"
-
-
-def programs_of(finding: dict[str, Any]) -> str:
-    """Return the programs in which something was found, some of whose names have commas in them."""
-    return f"in {'; '.join(finding['programs'])}" if finding["programs"] else ""
-
-
-def more_of(findings: list[dict[str, Any]]) -> str:
-    """Return a sentence that says that these findings may hide others; an empty text if they cannot."""
-    if not any(finding["kind"] in _HIDES_OTHERS for finding in findings):
-        return ""
-    return "More may show once this is mended: explain again then."
-
-
-def following(consequences: list[dict[str, Any]]) -> str:
-    """Return a phrase with the number of findings that may be consequences."""
-    breaks = f"{len(consequences)} more graph break{'s' * (len(consequences) > 1)}"
-    return f"{breaks}, seen only after the above and perhaps because of it"
 
 
 def timed_in(timing: dict[str, Any]) -> str:
@@ -75,7 +42,7 @@ def timed_in(timing: dict[str, Any]) -> str:
 def to_try(timing: dict[str, Any]) -> str:
     """Return the kind of work that a decode step spends most of its time on, and what to try."""
     longest = timing["kinds"][0]
-    said = f"{longest['name']} take {longest['us'] / timing['step_us']:.0%} of {timing['step_us']:,.0f} us."
+    said = f"{longest['us'] / timing['step_us']:.0%} of {timing['step_us']:,.0f} us goes to {longest['name']}."
     advice = _GAPS if timing["gaps_us"] > timing["step_us"] / 2 else _TO_TRY.get(longest["name"], "")
     return f"{said} {advice}".rstrip()
 
