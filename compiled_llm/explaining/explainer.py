@@ -107,7 +107,7 @@ def explain(
     if timings and not timed:
         notes = [*notes, "Nothing was timed: that takes programs that are one graph each."]
     packed_weights = {} if facts is None else facts.packed_weights
-    report = Report.of(model, findings.sorted(), traces, history, timed, notes, packed_weights)
+    report = Report.collect(model, findings.sorted(), traces, history, timed, notes, packed_weights)
     if dumped is not None:
         dumped.finish(report)
     return report

@@ -32,7 +32,7 @@ def report_of(runtime: Runtime, timings: bool | Sequence[int] = False) -> Report
     counters, found = history_of(runtime)
     timed = timings_of(runtime, timings) if timings else []
     facts = runtime.facts
-    return Report.of(facts.model, found, history=counters, timings=timed, packed_weights=facts.packed_weights)
+    return Report.collect(facts.model, found, history=counters, timings=timed, packed_weights=facts.packed_weights)
 
 
 def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts | None = None) -> list[Timing]:

@@ -37,7 +37,7 @@ class Report:
         self.data = data
 
     @classmethod
-    def of(
+    def collect(
         cls,
         model: PreTrainedModel,
         findings: Sequence[Finding],

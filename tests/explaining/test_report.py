@@ -41,7 +41,7 @@ def words(report: Report) -> str:
 
 
 def test_a_report_says_of_what_with_what_and_when_it_was_made(model):
-    report = Report.of(model, [])
+    report = Report.collect(model, [])
     text = words(report)
     said = [
         "Qwen3ForCausalLM (models/small) on cpu",
@@ -58,16 +58,16 @@ def test_a_report_says_of_what_with_what_and_when_it_was_made(model):
 
 def test_a_model_from_nowhere_has_no_name(model):
     model.name_or_path = ""
-    assert "from" not in head_rows(Report.of(model, []).data)["weights"]
+    assert "from" not in head_rows(Report.collect(model, []).data)["weights"]
 
 
 def test_programs_whose_names_have_commas_are_told_apart(model):
-    said = words(Report.of(model, [CAUSE]))
+    said = words(Report.collect(model, [CAUSE]))
     assert "graph break in prefill; decode, batch 1; decode, larger batches" in said
 
 
 def test_what_only_follows_is_counted_and_named(model):
-    text = words(Report.of(model, [CAUSE, CONSEQUENCE]))
+    text = words(Report.collect(model, [CAUSE, CONSEQUENCE]))
     assert "1 x graph break" in text
     assert "1 more graph break, seen only after the above" in text
     assert "noise.py:7 in next" in text
@@ -79,17 +79,17 @@ def test_what_only_follows_is_counted_and_named(model):
     ("kind", "more"), [("graph break", True), ("refused", True), ("error", True), ("slow path", False)]
 )
 def test_where_one_fault_hides_others_it_is_said(kind, more, model):
-    text = words(Report.of(model, [Finding(kind, NOWHERE, "It is.", "Change it.")]))
+    text = words(Report.collect(model, [Finding(kind, NOWHERE, "It is.", "Change it.")]))
     assert ("More may show once this is mended" in text) == more
 
 
 def test_timings_say_what_a_step_spends_most_on_and_what_to_try(model):
     spent = [Spent("matrix products", 400.0, 14.0), Spent("norms, rotary, elementwise", 50.0, 4.0)]
     decode = Timing("decode", 2, 150, "kernels", 16, 500.0, 450.0, 90.0, spent, spent)
-    said = words(Report.of(model, [], timings=[decode]))
+    said = words(Report.collect(model, [], timings=[decode]))
     assert "decode, 2 rows of about 150 tokens" in said
     assert "gaps: no kernel runs 50.0 10.0% in all 18.0 500.0 100.0%" in said
     assert "Launching a step takes the host 90 us." in said
     assert "80% of 500 us goes to matrix products. Weights are read once for all rows" in said
     waits = replace(decode, busy_us=200.0)
-    assert "--mode cuda-graphs" in words(Report.of(model, [], timings=[waits]))
+    assert "--mode cuda-graphs" in words(Report.collect(model, [], timings=[waits]))

@@ -160,9 +160,9 @@ def _measure(name: str, run: Run, load: Load, runs: int, numbers: itertools.coun
         "short": sum(answer.tokens < request.new for answer, request in zip(answers, requests, strict=True)),
         "cached_tokens": cached if any(answer.cached is not None for answer in answers) else None,
         "seconds": seconds,
-        "first_s": BenchPercentiles.of(answer.times[0] - answer.begun for answer in answers)._asdict(),
-        "between_s": BenchPercentiles.of(gaps or [0.0])._asdict(),
-        "end_s": BenchPercentiles.of(answer.times[-1] - answer.begun for answer in answers)._asdict(),
+        "first_s": BenchPercentiles.from_times(answer.times[0] - answer.begun for answer in answers)._asdict(),
+        "between_s": BenchPercentiles.from_times(gaps or [0.0])._asdict(),
+        "end_s": BenchPercentiles.from_times(answer.times[-1] - answer.begun for answer in answers)._asdict(),
         "figures": {
             "tokens_per_s": Spread.of_rates(rates)._asdict(),
             "tokens_a_piece": tokens / max(1, sum(map(len, pieces))),

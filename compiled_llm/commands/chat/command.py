@@ -72,7 +72,7 @@ def chat(
             _check_remote(context, server)
             check_server(server, api_key_file)
             if images and not is_url(server):
-                raise ValueError(f"--image: over the socket {server} a chat has no pictures; give an http:// address")
+                raise ValueError(f"--image: over the socket {server} a chat takes no images; give an http:// address")
             answering = _remote_model(server, api_key_file, quiet)
         else:
             place = DEMO if model is None and same_model is None else shared.model_of(model, same_model)

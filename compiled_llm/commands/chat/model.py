@@ -47,7 +47,7 @@ class AnsweringModel(Protocol):
 class ChatModel:
     """An engine in this process; a prompt and its answer may have ``max_tokens``.
 
-    ``encode_seen`` makes inputs of messages with pictures; None if there can be none.
+    ``encode_seen`` makes inputs of messages with images; None if there can be none.
     """
 
     engine: Engine | Client
@@ -92,7 +92,7 @@ class ChatModel:
 
     def _seen(self, messages: Messages) -> dict[str, Any]:
         if self.encode_seen is None:
-            raise ValueError("pictures: begin the chat with --image FILE, or ask a server by its http:// address")
+            raise ValueError("images: begin the chat with --image FILE, or ask a server by its http:// address")
         return self.encode_seen(messages)
 
     def _tokens(self, messages: Messages) -> list[int]:

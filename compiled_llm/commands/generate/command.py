@@ -58,7 +58,7 @@ def generate(
         check_quoted(prompt, context.args)
         GenerateRequest(
             prompt=read_prompt(prompt, file),
-            chat=chat or bool(image),  # pictures stand in messages
+            chat=chat or bool(image),  # images stand in messages
             system=system,
             images=image or [],
             sampling=SamplingFlags(sample, numbers),

@@ -42,7 +42,7 @@ def load(
     progress: bool = True,
     sees: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM, or a classifier, and its tokenizer; one that ``sees`` with what encodes pictures.
+    """Load a causal LM, or a classifier, and its tokenizer; one that ``sees`` with what encodes images.
 
     Raises:
         FileNotFoundError: there is no such folder or file.

@@ -109,7 +109,7 @@ class ServeOptions(OptionGroup):
 
     @property
     def images(self) -> int:
-        """How many pictures a request can have; ValueError if the limit is malformed."""
+        """How many images a request can have; ValueError if the limit is malformed."""
         return images_in(self.limit_mm_per_prompt)
 
     def wrap_options(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     ready = ready_of(model, engine, source.name, tokenizer, *named, served.pooling)
     if ready.images:
         logger.info(
-            "compiled_llm: a request can have %d pictures (--limit-mm-per-prompt); up to %g GiB keep what the encoder "
+            "compiled_llm: a request can have %d images (--limit-mm-per-prompt); up to %g GiB keep what the encoder "
             "makes of them (--mm-encoder-cache-gb)",
             served.images,
             served.mm_encoder_cache_gb,
