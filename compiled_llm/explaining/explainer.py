@@ -81,11 +81,14 @@ def explain(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"explain: model is a {type(model).__name__}; give a transformers PreTrainedModel")
-    prompts, runtime = _prompts(model, example_inputs), runtime_of(model)
+    prompts = _prompts(model, example_inputs)
+    runtime = runtime_of(model)
     sizes = [1] if isinstance(timings, bool) else list(timings)
     if runtime is None and min(sizes, default=1) < 1:
         raise ValueError(f"timings: {min(sizes)} rows cannot be timed; give batch sizes from 1")
-    findings, traces, timed = Findings(), list[Trace](), list[Timing]()
+    findings = Findings()
+    traces = list[Trace]()
+    timed = list[Timing]()
     dumped = None if dump is None else Dump(new_folder(Path(dump)))
     history, happened = (None, []) if runtime is None else history_of(runtime)
     with restored(model), ExitStack() as stack:
@@ -154,7 +157,8 @@ class _Subject:
                     self._stand_ins.note(recorder.of_ours)
                 return ModelFacts.of(self.model, type(self.model), layers, groups, stand_ins=self._stand_ins)
             except UnsupportedModelError as error:
-                self.refusal, cause = str(error), error.cause
+                self.refusal = str(error)
+                cause = error.cause
                 if cause is None:
                     break
         if cause is None or isinstance(cause, UnpagedCallError):

@@ -112,7 +112,8 @@ def _finding(number: int, finding: dict[str, Any]) -> Iterator[str]:
         yield f"       {finding['source']}"
     yield _wrapped(finding["reason"], "   ")
     if what := finding["pinned_by"]:
-        old, new = finding["old"], finding["new"]
+        old = finding["old"]
+        new = finding["new"]
         changed = f": {old or '?'} → {new or 'another'}" if old or new else ""
         yield _wrapped(f"the graph relies on {what}{changed}", "   ")
     yield _wrapped(f"→ {finding['advice']}", "   ")

@@ -216,7 +216,8 @@ class Sandbox:
         self._given = config
         tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
         self._config = self._configured("eager", _MAX_ROWS, tokens + _MAX_ROWS * config.page_size)
-        self._facts, self._device = facts, facts.model.device
+        self._facts = facts
+        self._device = facts.model.device
         self.thread = executor_for(self._device, config)
         self._display = ProgressDisplay(config.progress)
 

@@ -58,8 +58,11 @@ def speeds_of(report: BenchReport) -> Speeds:
         rates.setdefault(panel, {})[result["contender"]] = result["figures"]["end_to_end_tokens_per_s"]["median"]
     measured = dict.fromkeys(result["contender"] for result in found)
     names = [*(name for name in NAMES if name in measured), *(name for name in measured if name not in NAMES)]
-    model, machine, first = report.model, report.machine, found[0]
-    where, commit = (machine["gpu"] or machine["cpu"])["name"], machine["commit"]
+    model = report.model
+    machine = report.machine
+    first = found[0]
+    where = (machine["gpu"] or machine["cpu"])["name"]
+    commit = machine["commit"]
     tokens = f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
     asked = tokens if len(lengths) == 1 else "prompt + new tokens"
     asked += f", {'sampled' if first['sampled'] else 'greedy'}; {machine['date'][:10]}"

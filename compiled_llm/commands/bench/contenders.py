@@ -73,7 +73,8 @@ class BenchSession:
     """A model of this process, wrapped or not; ``options`` are further ones of ``generate``."""
 
     def __init__(self, setup: Setup, model: PreTrainedModel, **options: Any) -> None:
-        self.setup, self.options = setup, options
+        self.setup = setup
+        self.options = options
         self.model: Any = model
         self.versions: dict[str, str] = {}
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
@@ -153,7 +154,8 @@ class Ours(Contender):
 @contextmanager
 def wrapped(setup: Setup, rows: int, **options: Any) -> Iterator[PreTrainedModel]:
     """Wrap the model for the block, with pages for the largest workload and a page to spare in each row."""
-    page, model = WrapConfig.page_size, setup.model()
+    page = WrapConfig.page_size
+    model = setup.model()
     tokens = max(work.batch * (-(-(work.prompt + work.new) // page) + 1) * page for work in setup.workloads)
     compiled_llm.wrap(model, max_batch_size=rows, kv_memory=f"{tokens} tokens", progress=False, **options)
     try:

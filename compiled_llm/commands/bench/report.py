@@ -54,7 +54,8 @@ def failure(doing: str, error: BaseException) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Return versions, processor and load of this machine, and its GPU if torch is imported and sees one."""
-    torch, gpu = sys.modules.get("torch"), None
+    torch = sys.modules.get("torch")
+    gpu = None
     if torch is not None and torch.cuda.is_available():
         gpu = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return {

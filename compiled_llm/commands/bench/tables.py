@@ -68,7 +68,8 @@ def latency_tables(results: Sequence[Result]) -> Iterator[Table]:
             ),
             "end to end, tokens/s": lambda result: pair(result["figures"]["end_to_end_tokens_per_s"]),
         }
-        first, runs = group[0], group[0]["figures"]["first_s"]["runs"]
+        first = group[0]
+        runs = group[0]["figures"]["first_s"]["runs"]
         decoding = "sampled" if first["sampled"] else "greedy"
         title = f"Prompts of {first['prompt']} tokens, {first['new']} new tokens, {decoding}"
         note = f"Best / median (of 100 runs or more also the 99th percentile) of {runs} runs; ratios are of medians."
@@ -114,7 +115,8 @@ def _mebibytes(kind: str) -> Callable[[Result], str]:
 
 def markdown(report: BenchReport) -> str:
     """Return the whole report: model, machine, versions and command line, the tables, and what is not in them."""
-    machine, model = report.machine, report.model
+    machine = report.machine
+    model = report.model
     where = (machine["gpu"] or machine["cpu"])["name"]
     versions = ", ".join(f"{package} {number}" for package, number in machine["versions"].items())
     lines = [

@@ -104,7 +104,8 @@ class Chat:
         if model.refresh():
             self._terminal.say(f"the server has another model now: {model.name}")
         handle = model.submit(self._conversation.with_question(question), self._given)
-        answer, interrupted = "", False
+        answer = ""
+        interrupted = False
         try:
             pieces = iter(handle.text())
             with ProgressDisplay(not self._terminal.quiet, brief=True).task("reading the question"):

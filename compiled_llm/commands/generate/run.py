@@ -104,7 +104,8 @@ class GenerateRequest:
 
     def _answer(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> dict[str, Any]:
         ends = getattr(model.generation_config, "eos_token_id", None)
-        text, reason = str(tokenizer.decode(tokens)), "length"
+        text = str(tokenizer.decode(tokens))
+        reason = "length"
         if tokens[-1] in (ends if isinstance(ends, list) else [ends]):
             reason = "eos_token"
         elif any(stop in text for stop in self.stop):

@@ -121,7 +121,8 @@ def _tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
 
 def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     embedded: Any = model.get_input_embeddings().weight
-    largest, tokens = max(tokenizer.get_vocab().values(), default=0), len(embedded)
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    tokens = len(embedded)
     if largest >= tokens:
         raise ValueError(f"--tokenizer {name}: its token ids go up to {largest}, and the model's to {tokens - 1}")
 

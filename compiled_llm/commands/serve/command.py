@@ -174,7 +174,8 @@ def serve(
         if with_api_server:
             if http.api_server_count is None:
                 http = replace(http, api_server_count=usual_count(served.device.value))
-            arguments, images = served.arguments(), served.images
+            arguments = served.arguments()
+            images = served.images
             run_with_api_server(http, source, path, arguments, served.drain_seconds, served.log, images)
         elif path is not None:
             _run(served, source, path, leashed)

@@ -68,7 +68,8 @@ def kind_of(names: Iterable[str]) -> str:
 
 def busy_us(launches: Iterable[KernelLaunch]) -> float:
     """Return how long at least one of the launches ran: they may overlap."""
-    busy, reached = 0.0, float("-inf")
+    busy = 0.0
+    reached = float("-inf")
     for launch in sorted(launches, key=lambda launch: launch.start):
         busy += max(0.0, launch.end - max(launch.start, reached))
         reached = max(reached, launch.end)

@@ -50,7 +50,8 @@ class Timing:
     kernels: list[Spent]  # the kernels that took longest
 
     def data(self) -> dict[str, Any]:
-        gaps, launches = max(0.0, self.step_us - self.busy_us), sum(kind.launches for kind in self.kinds)
+        gaps = max(0.0, self.step_us - self.busy_us)
+        launches = sum(kind.launches for kind in self.kinds)
         return {**asdict(self), "gaps_us": gaps, "launches": launches}
 
 
@@ -71,7 +72,8 @@ def measure(model_runner: ModelRunner, batches: Sequence[int], prompts: Prompts 
     for step in steps:
         model_runner.thread.call(model_runner.steps.ready, step)
     model_runner.thread.call(model_runner.prefill.make_ready)
-    display, stopwatch = ProgressDisplay(progress), _Stopwatch(model_runner)
+    display = ProgressDisplay(progress)
+    stopwatch = _Stopwatch(model_runner)
     with display.task("timing prefill"):
         timings = [stopwatch.prefill(_prompts(prompts, steps[0].rows, model_runner))]
     for number, step in enumerate(steps, 1):
