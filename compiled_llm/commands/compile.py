@@ -79,7 +79,8 @@ def compile_ahead(
     with readable_errors():
         options = {"mode": mode, "backend": backend, "kv_dtype": kv_dtype, "progress": not quiet}
         options |= {"batch_invariant": batch_invariant, "check_pages": check_pages.value}
-        sizes, speculation = _checked(options, max_num_seqs, warmup, profile), speculative_config_of(speculative_config)
+        sizes = _checked(options, max_num_seqs, warmup, profile)
+        speculation = speculative_config_of(speculative_config)
         check_driver(device.value)
         target = output.expanduser().absolute()
         source = locate(shared.model_of(model, same_model), progress=not quiet)

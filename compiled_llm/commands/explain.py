@@ -18,7 +18,6 @@ from compiled_llm.commands.printable import printable
 
 def explain(
     model: shared.ModelPlace = None,
-    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the report as an HTML page.")] = None,
     timings: Annotated[
         str,
         typer.Option(
@@ -30,7 +29,7 @@ def explain(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Also write the bytecode, guards, graphs and Inductor's code into this new folder, with an index.",
+            help="Also write the bytecode, guards, graphs and Inductor's code, and the report, into this new folder.",
         ),
     ] = None,
     same_model: shared.SameModel = None,
@@ -51,7 +50,5 @@ def explain(
         report.data["name"] = source.name  # by which other commands find it, too
         typer.echo(printable(str(report)))
         if dump is not None:
-            typer.echo(f"written to {dump / 'index.html'}", err=True)
-        if html is not None:
-            typer.echo(f"written to {report.to_html(html)}", err=True)
+            typer.echo(f"written to {dump}", err=True)
     raise typer.Exit(0 if report.clean else 1)

@@ -18,7 +18,8 @@ class Preparation:
         self._compiled = False
 
     def __enter__(self) -> Preparation:
-        self._start, self._compiled_before = time.perf_counter(), _compiled_so_far()
+        self._start = time.perf_counter()
+        self._compiled_before = _compiled_so_far()
         return self
 
     def __exit__(

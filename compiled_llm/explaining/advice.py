@@ -125,26 +125,26 @@ CHANGES = (
 )
 
 
-def advise_break(said: str, source: str) -> tuple[str, str]:
-    """Return a sentence and a remedy for a graph break: ``said`` is Dynamo's reason, ``source`` the line at fault."""
-    found = _first(BREAKS, said) or _first(BREAKS, source)
-    return found or (_summary(said), _hints(said))
+def advise_break(message: str, source: str) -> tuple[str, str]:
+    """Return a sentence and a remedy for a graph break: ``message`` is Dynamo's, ``source`` the line at fault."""
+    found = _first(BREAKS, message) or _first(BREAKS, source)
+    return found or (_summary(message), _hints(message))
 
 
-def advise_change(said: str) -> tuple[str, str]:
+def advise_change(message: str) -> tuple[str, str]:
     """Return a sentence and a remedy for something that was built into a graph and changed."""
-    return _first(CHANGES, said) or (_summary(said), "Set it once, before wrap.")
+    return _first(CHANGES, message) or (_summary(message), "Set it once, before wrap.")
 
 
 def _first(table: tuple[Advice, ...], text: str) -> tuple[str, str] | None:
     return next(((entry.reason, entry.remedy) for entry in table if re.search(entry.pattern, text, re.DOTALL)), None)
 
 
-def _summary(said: str) -> str:
-    explanation = re.search(r"Explanation: (.+?)\s*(?:\n|$)", said)
-    return explanation[1] if explanation else next(iter(said.strip().splitlines()), "no reason was given")
+def _summary(message: str) -> str:
+    explanation = re.search(r"Explanation: (.+?)\s*(?:\n|$)", message)
+    return explanation[1] if explanation else next(iter(message.strip().splitlines()), "no reason was given")
 
 
-def _hints(said: str) -> str:
-    hints = re.findall(r"Hint: (.+?)\s*(?:\n|$)", said)
+def _hints(message: str) -> str:
+    hints = re.findall(r"Hint: (.+?)\s*(?:\n|$)", message)
     return " ".join(hints) or "Move the line out of forward."

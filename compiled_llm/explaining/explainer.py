@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,7 @@ from compiled_llm.execution.reporting.inner_reasons import OTHER_OUTPUTS, asked_
 from compiled_llm.explaining.checks import breaks
 from compiled_llm.explaining.checks.graph_checks import uncapturable
 from compiled_llm.explaining.checks.recompiles import environment_in, recompiles_of
-from compiled_llm.explaining.dump.dump import Dump, new_folder
+from compiled_llm.explaining.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
 from compiled_llm.explaining.history import history_of, timings_of
 from compiled_llm.explaining.profile.timings import Timing
@@ -69,7 +69,7 @@ def explain(
             that a wrapped model has ready, else at 1. A model that is not wrapped is compiled for it, which takes as
             long as the first call of a wrapped one.
         dump: a folder to write what is made of the model on the way to kernels: bytecode, guards, graphs and
-            Inductor's code, with an ``index.html``. It is compiled again for it.
+            Inductor's code, and the report. It is compiled again for it.
 
     Raises:
         TypeError: ``model`` is no HuggingFace model.
@@ -81,11 +81,14 @@ def explain(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"explain: model is a {type(model).__name__}; give a transformers PreTrainedModel")
-    prompts, runtime = _prompts(model, example_inputs), runtime_of(model)
+    prompts = _prompts(model, example_inputs)
+    runtime = runtime_of(model)
     sizes = [1] if isinstance(timings, bool) else list(timings)
     if runtime is None and min(sizes, default=1) < 1:
         raise ValueError(f"timings: {min(sizes)} rows cannot be timed; give batch sizes from 1")
-    findings, traces, timed = Findings(), list[Trace](), list[Timing]()
+    findings = Findings()
+    traces = list[Trace]()
+    timed = list[Timing]()
     dumped = None if dump is None else Dump(new_folder(Path(dump)))
     history, happened = (None, []) if runtime is None else history_of(runtime)
     with restored(model), ExitStack() as stack:
@@ -107,7 +110,7 @@ def explain(
     if timings and not timed:
         notes = [*notes, "Nothing was timed: that takes programs that are one graph each."]
     packed_weights = {} if facts is None else facts.packed_weights
-    report = Report.of(model, findings.sorted(), traces, history, timed, notes, packed_weights)
+    report = Report.collect(model, findings.sorted(), traces, history, timed, notes, packed_weights)
     if dumped is not None:
         dumped.finish(report)
     return report
@@ -146,7 +149,7 @@ class _Subject:
         for fake in (False,) if changes_in_first_call(self._tried) else (True, False):
             try:
                 # No fake tensor may stay.
-                with restored(self._tried), self._paged(), LinearRecorder() as recorder:
+                with restored(self._tried), paged_attention_in(self.model), LinearRecorder() as recorder:
                     layers = probe_layers(self._tried, BATCH_ARGUMENT, fake)
                 layers = check_patterns(self._tried, layers)
                 groups = recorder.groups(self.model)
@@ -154,7 +157,8 @@ class _Subject:
                     self._stand_ins.note(recorder.of_ours)
                 return ModelFacts.of(self.model, type(self.model), layers, groups, stand_ins=self._stand_ins)
             except UnsupportedModelError as error:
-                self.refusal, cause = str(error), error.cause
+                self.refusal = str(error)
+                cause = error.cause
                 if cause is None:
                     break
         if cause is None or isinstance(cause, UnpagedCallError):
@@ -168,9 +172,6 @@ class _Subject:
         else:
             findings.add(_raised(cause))
         return None
-
-    def _paged(self) -> AbstractContextManager[None]:
-        return paged_attention_in(self.model)
 
 
 def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings: Findings) -> list[Trace]:
@@ -235,18 +236,10 @@ def _prompts(model: PreTrainedModel, inputs: Mapping[str, Tensor] | Tensor | Non
     if inputs is None:
         vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", 2)
         return [np.array(prompt, dtype=np.int64) % vocabulary for prompt in _DEFAULT_PROMPTS]
-    if isinstance(inputs, Tensor):
-        inputs = {"input_ids": inputs}
-    ids: Any = inputs.get("input_ids")
-    mask = inputs.get("attention_mask")
+    given: Mapping[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    ids: Any = given.get("input_ids")
+    mask = given.get("attention_mask")
     check_prompt(model, ids, mask)
-    return [np.asarray(prompt, dtype=np.int64) for prompt in prompts_of(torch.as_tensor(ids, device="cpu"), mask)]
-
-
-def prompts_of(input_ids: Tensor, attention_mask: Tensor | None) -> list[NDArray[np.int64]]:
-    """Return each row's tokens that are not masked, on the host."""
-    ids = input_ids.cpu().numpy()
-    if attention_mask is None:
-        return list(ids)
-    mask = attention_mask.cpu().numpy() != 0
-    return [ids[row][mask[row]] for row in range(len(ids))]
+    rows = torch.as_tensor(ids, device="cpu").numpy()
+    kept = np.ones_like(rows) if mask is None else torch.as_tensor(mask, device="cpu").numpy()
+    return [row[keep != 0].astype(np.int64) for row, keep in zip(rows, kept, strict=True)]

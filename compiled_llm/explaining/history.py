@@ -32,7 +32,7 @@ def report_of(runtime: Runtime, timings: bool | Sequence[int] = False) -> Report
     counters, found = history_of(runtime)
     timed = timings_of(runtime, timings) if timings else []
     facts = runtime.facts
-    return Report.of(facts.model, found, history=counters, timings=timed, packed_weights=facts.packed_weights)
+    return Report.collect(facts.model, found, history=counters, timings=timed, packed_weights=facts.packed_weights)
 
 
 def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts | None = None) -> list[Timing]:
@@ -40,7 +40,7 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
     sizes = (runtime.model_runner().steps.wanted_buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
     with runtime.loop_lock.taken():
-        return measure(runtime.model_runner(), runtime.facts.model, sizes, prompts, runtime.config.progress)
+        return measure(runtime.model_runner(), sizes, prompts, runtime.config.progress)
 
 
 def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:

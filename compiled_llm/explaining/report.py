@@ -1,41 +1,27 @@
-"""The report: text, page and plain data."""
+"""The report: text and plain data."""
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Column, Table
-from rich.text import Text
 from transformers import PreTrainedModel
 
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.explaining.findings import Finding
-from compiled_llm.explaining.page import page
 from compiled_llm.explaining.profile.timings import Timing
 from compiled_llm.explaining.subject import head_rows, subject_of, title_of
 from compiled_llm.explaining.tracing import Trace
-from compiled_llm.explaining.wording import (
-    CLEAN,
-    breakdown_of,
-    change_of,
-    following,
-    history_rows,
-    more_of,
-    next_steps,
-    place_of,
-    programs_of,
-    speed_of,
-    timed_in,
-)
+from compiled_llm.explaining.wording import history_rows, timed_in, to_try
+from compiled_llm.model.places import Place
 
+_COLUMNS = 100
 _LONGEST = 3
+_HIDE_OTHERS = ("refused", "error", "graph break")
 
 
 class Report:
@@ -51,7 +37,7 @@ class Report:
         self.data = data
 
     @classmethod
-    def of(
+    def collect(
         cls,
         model: PreTrainedModel,
         findings: Sequence[Finding],
@@ -81,36 +67,18 @@ class Report:
         return not self.data["findings"]
 
     def __str__(self) -> str:
-        return plain_text(self)
+        return "\n\n".join(self._blocks())
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        data, findings = self.data, self.data["findings"]
-        yield Text(title_of(data), "bold")
-        yield _named_values(head_rows(data))
-        yield Text()
-        yield from _findings(findings)
+    def _blocks(self) -> Iterator[str]:
+        data = self.data
+        yield f"{title_of(data)}\n{_named_values(head_rows(data).items())}"
+        yield from _findings(data["findings"])
         if data["programs"]:
-            yield Text()
             yield _programs(data["programs"])
-        for timing in data["timings"]:
-            yield Text()
-            yield from _timing(timing)
-        if steps := next_steps(data):
-            yield Text()
-            yield Text("Next", "bold")
-            yield _named_values(steps)
+        yield from map(_timing, data["timings"])
         if data["history"] is not None:
-            yield Text()
-            yield _named_values(dict(history_rows(data["history"])))
-        for note in data["notes"]:
-            yield Text()
-            yield Text(note, "yellow")
-
-    def to_html(self, path: str | PathLike[str]) -> Path:
-        """Write the report as one page that needs nothing else, and return its path."""
-        file = Path(path)
-        file.write_text(page(self.data), encoding="utf-8")
-        return file
+            yield _named_values(history_rows(data["history"]))
+        yield from map(_wrapped, data["notes"])
 
 
 def _program(trace: Trace) -> dict[str, Any]:
@@ -119,66 +87,76 @@ def _program(trace: Trace) -> dict[str, Any]:
     return {"whole": trace.error is None, "nodes": sum(calls.values()), "calls": dict(calls.most_common())}
 
 
-def _findings(findings: list[dict[str, Any]]) -> Iterator[RenderableType]:
+def _findings(findings: list[dict[str, Any]]) -> Iterator[str]:
     causes = [finding for finding in findings if not finding["follows"]]
-    yield _verdict(causes)
+    consequences = [finding for finding in findings if finding["follows"]]
+    counts = Counter(finding["kind"] for finding in causes)
+    clean = "Every program is one graph: no line keeps this model from running whole."
+    yield ", ".join(f"{count} x {kind}" for kind, count in counts.items()) or clean
     for number, finding in enumerate(causes, 1):
-        yield Text()
-        yield from _finding(number, finding)
-    if consequences := [finding for finding in findings if finding["follows"]]:
-        yield Text()
-        yield Text(f"{following(consequences)}:", "dim")
-        yield from (_indented(place_of(finding), "dim") for finding in consequences)
-    if more := more_of(findings):
-        yield Text()
-        yield Text(more, "yellow")
+        yield "\n".join(_finding(number, finding))
+    if consequences:
+        breaks = f"{len(consequences)} more graph break{'s' * (len(consequences) > 1)}"
+        lines = [f"{breaks}, seen only after the above and perhaps because of it:", *map(_place, consequences)]
+        yield "\n".join(lines)
+    if any(finding["kind"] in _HIDE_OTHERS for finding in findings):
+        yield "More may show once this is mended: explain again then."
 
 
-def _verdict(findings: list[dict[str, Any]]) -> Text:
-    if not findings:
-        return Text(CLEAN, "green")
-    counts = Counter(finding["kind"] for finding in findings)
-    return Text(", ".join(f"{count} x {kind}" for kind, count in counts.items()), "red")
-
-
-def _finding(number: int, finding: dict[str, Any]) -> Iterator[RenderableType]:
-    yield Text(f"{number}. {finding['kind']} {programs_of(finding)}".rstrip(), "bold")
+def _finding(number: int, finding: dict[str, Any]) -> Iterator[str]:
+    programs = "; ".join(finding["programs"])  # some of whose names have commas in them
+    yield f"{number}. {finding['kind']}" + (f" in {programs}" if programs else "")
     if finding["file"]:
-        yield _indented(place_of(finding), "cyan")
+        yield _place(finding)
     if finding["source"]:
-        yield _indented(finding["source"], by=7)
-    yield _indented(finding["reason"])
-    if change := change_of(finding):
-        yield _indented(change)
-    yield _indented(f"→ {finding['advice']}", "green")
+        yield f"       {finding['source']}"
+    yield _wrapped(finding["reason"], "   ")
+    if what := finding["pinned_by"]:
+        old = finding["old"]
+        new = finding["new"]
+        changed = f": {old or '?'} → {new or 'another'}" if old or new else ""
+        yield _wrapped(f"the graph relies on {what}{changed}", "   ")
+    yield _wrapped(f"→ {finding['advice']}", "   ")
 
 
-def _indented(text: str, style: str = "", by: int = 3) -> Padding:
-    return Padding(Text(text, style), (0, 0, 0, by))
+def _place(finding: dict[str, Any]) -> str:
+    return f"   {Place(finding['file'], finding['line'], finding['function'])}"
 
 
-def _programs(programs: dict[str, Any]) -> Table:
+def _programs(programs: dict[str, Any]) -> str:
     table = Table("program", "one graph", "operations", box=None, pad_edge=False)
     for name, program in programs.items():
-        table.add_row(name, *(("yes", f"{program['nodes']:,}") if program["whole"] else ("no",)))
-    return table
+        table.add_row(name, "yes" if program["whole"] else "no", f"{program['nodes']:,}" if program["whole"] else "")
+    return plain_text(table)
 
 
-def _timing(timing: dict[str, Any]) -> Iterator[RenderableType]:
-    breakdown = breakdown_of(timing)
-    yield Text(timed_in(timing), "bold")
-    name, *figures = breakdown.columns()
-    table = Table(name, *(Column(figure, justify="right") for figure in figures), box=None, pad_edge=False)
-    for row in breakdown.rows():
-        table.add_row(*row)
-    yield table
-    longest = ", ".join(f"{kernel.name[:60]} {kernel.us:,.0f} us" for kernel in breakdown.kernels[:_LONGEST])
-    yield Text(f"longest: {longest}")
-    yield Text(speed_of(timing))
+def _timing(timing: dict[str, Any]) -> str:
+    on_cuda = timing["measured"] == "kernels"
+    figures = (Column(name, justify="right") for name in ("launches" if on_cuda else "calls", "us", "of the step"))
+    table = Table(timing["measured"], *figures, box=None, pad_edge=False)
+
+    def add(name: str, launches: str, us: float) -> None:
+        table.add_row(name, launches, f"{us:,.1f}", f"{us / timing['step_us']:.1%}")
+
+    for kind in timing["kinds"]:
+        add(kind["name"], f"{kind['launches']:.1f}", kind["us"])
+    add("gaps: no kernel runs" if on_cuda else "the rest: compiled loops, Python", "", timing["gaps_us"])
+    add("in all", f"{timing['launches']:.1f}", timing["step_us"])
+    longest = ", ".join(f"{kernel['name'][:60]} {kernel['us']:,.0f} us" for kernel in timing["kernels"][:_LONGEST])
+    lines = [timed_in(timing), plain_text(table), _wrapped(f"longest: {longest}")]
+    if timing["host_us"] is not None:
+        lines.append(f"Launching a step takes the host {timing['host_us']:,.0f} us.")
+    if timing["program"] == "decode":
+        lines.append(_wrapped(to_try(timing)))
+    return "\n".join(lines)
 
 
-def _named_values(rows: dict[str, str]) -> Table:
+def _named_values(rows: Iterable[tuple[str, str]]) -> str:
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in rows.items():
+    for name, value in rows:
         table.add_row(name, value)
-    return table
+    return plain_text(table)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, _COLUMNS, initial_indent=indent, subsequent_indent=indent, break_long_words=False)

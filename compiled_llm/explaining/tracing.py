@@ -216,7 +216,8 @@ class Sandbox:
         self._given = config
         tokens = sum(len(prompt) + _STEPS for prompt in self._prompts)
         self._config = self._configured("eager", _MAX_ROWS, tokens + _MAX_ROWS * config.page_size)
-        self._facts, self._device = facts, facts.model.device
+        self._facts = facts
+        self._device = facts.model.device
         self.thread = executor_for(self._device, config)
         self._display = ProgressDisplay(config.progress)
 
@@ -250,7 +251,7 @@ class Sandbox:
         )
         with self._laid_out(config):
             model_runner = self.thread.call(self._model_runner, config)
-            return measure(model_runner, self._facts.model, batches, prompts, config.progress)
+            return measure(model_runner, batches, prompts, config.progress)
 
     @contextmanager
     def _laid_out(self, config: WrapConfig) -> Iterator[FusedWeights]:

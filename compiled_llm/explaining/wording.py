@@ -1,17 +1,12 @@
-"""Words that the text report and the page share: places, changes, timings and history."""
+"""The words of a report on timings and on history."""
 
 from __future__ import annotations
 
-import dataclasses
-import shlex
 from collections.abc import Iterator
 from typing import Any
 
 from compiled_llm.execution.reporting.events import ColdCause, ColdStart, UploadCause
-from compiled_llm.explaining.profile.breakdown import Breakdown, Kernel, Kind
-from compiled_llm.model.places import Place
 
-CLEAN = "Every program is one graph: no line keeps this model from running whole."
 UPLOAD_CAUSES: dict[UploadCause, str] = {
     "new_page": "a row came to pages that were not known ahead",
     "call_moved_in": "a call moved its rows in",
@@ -35,42 +30,6 @@ _TO_TRY = {
     "sampling": "Greedy answers, and fewer settings of sampling, take less.",
 }
 _GAPS = "Most of a step is the host's time: --mode cuda-graphs launches it as a whole, on a GPU."
-_HIDES_OTHERS = ("refused", "error", "graph break")
-
-
-def place_of(finding: dict[str, Any]) -> str:
-    return str(Place(finding["file"], finding["line"], finding["function"]))
-
-
-def change_of(finding: dict[str, Any]) -> str:
-    """Return the old and the new value that caused a recompile, in words; an empty text for other findings."""
-    if not finding["pinned_by"]:
-        return ""
-    values = f": {finding['old'] or '?'} → {finding['new'] or 'another'}" if finding["old"] or finding["new"] else ""
-    return f"the graph relies on {finding['pinned_by']}{values}"
-
-
-def programs_of(finding: dict[str, Any]) -> str:
-    """Return the programs in which something was found, some of whose names have commas in them."""
-    return f"in {'; '.join(finding['programs'])}" if finding["programs"] else ""
-
-
-def more_of(findings: list[dict[str, Any]]) -> str:
-    """Return a sentence that says that these findings may hide others; an empty text if they cannot."""
-    if not any(finding["kind"] in _HIDES_OTHERS for finding in findings):
-        return ""
-    return "More may show once this is mended: explain again then."
-
-
-def following(consequences: list[dict[str, Any]]) -> str:
-    """Return a phrase with the number of findings that may be consequences."""
-    breaks = f"{len(consequences)} more graph break{'s' * (len(consequences) > 1)}"
-    return f"{breaks}, seen only after the above and perhaps because of it"
-
-
-def program_rows(programs: dict[str, dict[str, Any]]) -> dict[str, str]:
-    graphs = {True: "one graph, {nodes:,} operations", False: "not one graph"}
-    return {name: graphs[program["whole"]].format(**program) for name, program in programs.items()}
 
 
 def timed_in(timing: dict[str, Any]) -> str:
@@ -80,49 +39,12 @@ def timed_in(timing: dict[str, Any]) -> str:
     return f"decode, {rows} of about {timing['tokens']} tokens"
 
 
-def speed_of(timing: dict[str, Any]) -> str:
-    speed = (
-        f"This memory was read at {timing['read_bandwidth'] / 1e9:,.1f} GB/s at best, just before; the last column is "
-        "a share of it."
-    )
-    if timing["host_us"] is not None:
-        return f"{speed} Launching a step takes the host {timing['host_us']:,.0f} us."
-    if timing["measured"] == "operators":
-        return f"{speed} On a CPU, launching a step is running it, so that takes no time of its own."
-    return speed
-
-
-def next_steps(data: dict[str, Any]) -> dict[str, str]:
-    """Return what to do with a model that is one graph: where its time goes, if that was measured, and commands."""
-    if data["findings"] or not (data["programs"] or data["timings"]):
-        return {}
-    model = shlex.quote(data["name"] or "MODEL")
-    steps = {}
-    if decode := next((timing for timing in data["timings"] if timing["program"] == "decode"), None):
-        steps["where time goes"] = _time_of(decode)
-    else:
-        steps["where time goes"] = f"compiled-llm explain {model} --timings 1,8"
-    return {
-        **steps,
-        "against HuggingFace": f"compiled-llm bench latency --model {model}",
-        "serve it": f"compiled-llm serve {model}",
-        "read on": "docs/how-to/explain.md, docs/how-to/benchmark.md",
-    }
-
-
-def _time_of(timing: dict[str, Any]) -> str:
+def to_try(timing: dict[str, Any]) -> str:
     """Return the kind of work that a decode step spends most of its time on, and what to try."""
-    step, gaps = timing["step_us"], timing["gaps_us"]
-    longest = max(timing["kinds"], key=lambda kind: float(kind["us"]))
-    said = f"{timed_in(timing)}: {longest['name']} take {longest['us'] / step:.0%} of {step:,.0f} us."
-    advice = _GAPS if gaps > step / 2 else _TO_TRY.get(longest["name"], "")
+    longest = timing["kinds"][0]
+    said = f"{longest['us'] / timing['step_us']:.0%} of {timing['step_us']:,.0f} us goes to {longest['name']}."
+    advice = _GAPS if timing["gaps_us"] > timing["step_us"] / 2 else _TO_TRY.get(longest["name"], "")
     return f"{said} {advice}".rstrip()
-
-
-def breakdown_of(timing: dict[str, Any]) -> Breakdown:
-    given = {field.name: timing[field.name] for field in dataclasses.fields(Breakdown)}
-    kinds, kernels = [Kind(**kind) for kind in given["kinds"]], [Kernel(**kernel) for kernel in given["kernels"]]
-    return Breakdown(**{**given, "kinds": kinds, "kernels": kernels})
 
 
 def wait_of(cold: ColdStart) -> str:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import typer
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from compiled_llm.commands.bench.report import BenchReport
@@ -23,6 +24,7 @@ from compiled_llm.model.packed.part import formats_of
 from compiled_llm.model.version.tensors import tensors_of
 from support.docs.pages import CHECKOUT
 from support.ops.sampling_cases import tables_of
+from support.tiny_models import tiny_llama, tiny_qwen3
 
 TOOLS = CHECKOUT / "tools" / "bench"
 pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")
@@ -69,7 +71,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         common = ["--model", "tiny", "--device", "cpu", "--json", str(path), "--commit", "none"]
         done = CliRunner().invoke(app, [*common, *arguments])
         assert done.exit_code == code, done.output
-        return BenchReport.load(path), done.output
+        return importlib.import_module("tables").load(path), done.output
 
     return run
 
@@ -92,6 +94,56 @@ def test_latency(tool: Any) -> None:
     assert report.command.startswith("python tools/bench/latency.py --batches 1,2")
     assert report.machine["commit"] == "none", "what is given wins over what git says"
     assert "**Prompts of 8 tokens, 4 new tokens, greedy**" in printed
+    assert "of the ceiling" in printed
+    assert report.machine["read_bandwidth"] > 0
+    assert all(one["figures"]["of_ceiling"] > 0 for one in report.results["latency"])
+
+
+@pytest.fixture
+def step_bytes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("ceiling").step_bytes
+
+
+def test_bytes_of_a_step_are_weights_once_and_each_rows_keys_and_values(step_bytes: Any) -> None:
+    model = tiny_qwen3()  # 2 layers, 2 kv heads of 16, vocabulary 128, hidden 64, not tied
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    assert step_bytes(model, 10, rows=3) == everything - 128 * 64 * 4 + 3 * 10 * 2 * 2 * 2 * 16 * 4
+    tied = tiny_llama(tie_word_embeddings=True)
+    assert step_bytes(tied, 10, rows=0) == sum(parameter.nbytes for parameter in tied.parameters())
+
+
+def test_windows_bound_what_is_read_and_what_experts_read_is_not_known(step_bytes: Any) -> None:
+    model = tiny_qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert sorted(model.config.layer_types) == ["full_attention", "sliding_attention"]
+    assert step_bytes(model, 10, rows=1) - step_bytes(model, 10, rows=0) == (10 + 4) * 2 * 2 * 16 * 4
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=2))
+    assert step_bytes(experts, 10, rows=1) is None
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("tables")
+
+
+def test_published_runs_are_shown(tables: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tables.main([CHECKOUT / "results" / "d414b6d-latency-qwen3-0.6b.json"])
+    printed = capsys.readouterr().out
+    assert (
+        "| compiled-llm:cuda-graphs | 64 | 21.8 / 22.2 | 43,541 / 43,538 | 12.98 | 41,313 / 41,233 | 48% |" in printed
+    )
+    assert "| compiled-llm:cuda-graphs | 4,718 | 1,137 | 2,802 | 96.8 | 19.9 | 506.0 |" in printed
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": {}}'])
+def test_a_file_without_results_is_refused(text: str, tmp_path: Path, tables: Any) -> None:
+    path = tmp_path / "nothing.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no result of a bench"):
+        tables.load(path)
 
 
 SIZES = {

@@ -84,7 +84,7 @@ def assert_text_and_figures(model_folder: Path, text: str, said: str) -> None:
 
 def test_prompt_comes_from_a_file_a_pipe_or_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[str] = []
-    monkeypatch.setattr(GenerateRequest, "run", lambda request: prompts.append(request.prompt))
+    monkeypatch.setattr(GenerateRequest, "run", lambda request, prompt, *more: prompts.append(prompt))
     file = tmp_path / "prompt.txt"
     file.write_bytes(b"\xef\xbb\xbfHello\nworld\r\n")
     asked: list[tuple[tuple[str, ...], str | None, str]] = [

@@ -125,7 +125,7 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command_at_once(command: str, t
 MADE_UP = """
 from compiled_llm.__main__ import main
 from compiled_llm.commands.generate.run import GenerateRequest
-GenerateRequest.run = lambda request: [print("Hello", flush=True) for _ in range(10**6)]
+GenerateRequest.run = lambda *given: [print("Hello", flush=True) for _ in range(10**6)]
 main()
 """
 GENERATE = (COMMAND, "generate", "Hello world", "--max-new-tokens", "1000", "--mode", "eager", "--model")

@@ -13,6 +13,7 @@ import pytest
 
 from compiled_llm.commands import early_checks
 from compiled_llm.commands.loading.source import Source
+from compiled_llm.commands.options.choices import PageChecks
 from compiled_llm.commands.serve import http as serve_http
 from compiled_llm.commands.serve.command import ServeOptions
 from compiled_llm.commands.serve.http import HttpFlags
@@ -84,9 +85,9 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, arg
     [
         ({}, False, [("auto",)]),
         ({}, True, [(1, "structured"), ("auto",)]),
-        ({"warmup": [16, 4]}, True, [([16], "structured"), ([16, 4],)]),
+        ({"warmup": "16,4"}, True, [([16], "structured"), ([16, 4],)]),
         ({"profile": "nowhere"}, False, [("auto",)]),
-        ({"profile": "there", "warmup": [16]}, True, [("profile", "there", "structured")]),
+        ({"profile": "there", "warmup": "16"}, True, [("profile", "there", "structured")]),
     ],
 )
 def test_what_is_compiled_before_the_first_request(
@@ -100,18 +101,16 @@ def test_what_is_compiled_before_the_first_request(
             made.append((*sizes, *named, *["structured"] * structured))
 
     made: list[Any] = []
-    given = {"model": "demo", "max_num_seqs": 16, "warmup": [], **options}
+    given = {"model": "demo", "max_num_seqs": 16, **options}
     if "profile" in given:
         given["profile"] = tmp_path / given["profile"]
-    served = ServeOptions(**{name: given.get(name) for name in ServeOptions._fields})
+    served = ServeOptions(**given)
     served.prepare(cast(Engine, Warmed()), structured)
     assert made == calls
 
 
 def served_with(**options: Any) -> ServeOptions:
-    named = {"model": "demo", "warmup": [], "mode": "compile", "backend": "auto", "eager_first": True, **options}
-    named = {"batch_invariant": False, "check_pages": "off", "max_step_ms": "auto", **named}
-    return ServeOptions(**{name: named.get(name) for name in ServeOptions._fields})
+    return ServeOptions(model="demo", mode="compile", **options)
 
 
 def test_a_server_may_keep_keys_and_values_in_8_bits(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_server_ends_answers_at_the_tokenizers_end_too() -> None:
 
 def test_a_server_may_give_the_same_bits_and_check_pages() -> None:
     """Its first answers wait for compiling: uncompiled ones would have other bits."""
-    served = served_with(batch_invariant=True, check_pages="raise")
+    served = served_with(batch_invariant=True, check_pages=PageChecks.raising)
     config = WrapConfig.from_options(served.wrap_options())
     assert (config.batch_invariant, config.check_pages, config.eager_first) == (True, "raise", False)
     assert {"--batch-invariant", "--check-pages=raise"} <= {*served.arguments()}

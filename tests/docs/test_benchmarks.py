@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -14,7 +15,6 @@ import pytest
 
 from compiled_llm.commands.bench import chart
 from support.docs.pages import CHECKOUT, DOCS, figures
-from support.imports import module_at
 
 PAGE = CHECKOUT / "BENCHMARKS.md"
 RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
@@ -138,29 +138,31 @@ def test_a_run_whose_script_is_gone_names_a_commit_that_has_it() -> None:
 # ---- the chart
 
 
-def readme_chart() -> Any:
-    return module_at(CHECKOUT / "tools" / "bench" / "readme_chart.py")
+@pytest.fixture
+def readme_chart(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(CHECKOUT / "tools" / "bench"))
+    return importlib.import_module("readme_chart")
 
 
 @pytest.mark.parametrize("page", ["README.md", "BENCHMARKS.md"])
-def test_a_page_says_what_its_chart_shows(page: str) -> None:
+def test_a_page_says_what_its_chart_shows(page: str, readme_chart: Any) -> None:
     alternative = re.search(r"^!\[(.+)\]\(docs/speed\.svg\)$", (CHECKOUT / page).read_text(), re.MULTILINE)
     assert alternative is not None
-    for panel, rates in readme_chart().speeds().rates.items():
+    for panel, rates in readme_chart.speeds().rates.items():
         shown = ", ".join(f"{chart.NAMES[name]} {rates[name]:,.0f}" for name in chart.NAMES if name in rates)
         assert f" {panel}: {shown}." in alternative[1]
 
 
-def test_the_chart_is_drawn_from_its_runs(tmp_path: Path) -> None:
+def test_the_chart_is_drawn_from_its_runs(tmp_path: Path, readme_chart: Any) -> None:
     """The script gives the same bytes, as long as matplotlib is the same."""
     drawn = (CHECKOUT / "docs" / "speed.svg").read_text()
     if f"Matplotlib v{matplotlib.__version__}," not in drawn:
         pytest.skip("drawn by another matplotlib")
-    readme_chart().draw(tmp_path / "speed.svg")
+    readme_chart.draw(tmp_path / "speed.svg")
     assert (tmp_path / "speed.svg").read_text() == drawn
 
 
-def test_each_colour_but_those_that_suit_both_has_one_for_dark_pages() -> None:
+def test_each_colour_but_those_that_suit_both_has_one_for_dark_pages(readme_chart: Any) -> None:
     drawn = (CHECKOUT / "docs" / "speed.svg").read_text()
-    assert {*re.findall(r'style="(?:fill|stroke): (#\w{6})', drawn)} <= {*chart._DARK, "#8c8c8c", "#e6550d"}
-    assert all(f'"fill: {light}"] {{fill: {dark} !important}}' in drawn for light, dark in chart._DARK.items())
+    assert {*re.findall(r'style="(?:fill|stroke): (#\w{6})', drawn)} <= {*readme_chart.DARK, "#8c8c8c", "#e6550d"}
+    assert all(f'"fill: {light}"] {{fill: {dark} !important}}' in drawn for light, dark in readme_chart.DARK.items())

@@ -26,7 +26,7 @@ def sections() -> dict[str, str]:
 
 def test_every_command_is_on_the_page() -> None:
     assert {"compiled-llm generate", "compiled-llm explain", "compiled-llm doctor"} < set(sections())
-    assert {f"compiled-llm bench {name}" for name in ("latency", "serve", "show")} < set(sections())
+    assert {f"compiled-llm bench {name}" for name in ("latency", "serve")} < set(sections())
 
 
 @pytest.mark.parametrize("command", [*sections().keys() - THEIRS])

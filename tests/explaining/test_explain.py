@@ -34,15 +34,12 @@ from compiled_llm.compilation.programs import Arguments
 from compiled_llm.explaining import tracing
 from compiled_llm.explaining.checks.recompiles import recompiles_of
 from compiled_llm.explaining.profile import timings
-from compiled_llm.explaining.profile.step_bytes import step_bytes
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import BrokenPrograms
-from compiled_llm.explaining.wording import next_steps
 from support import planted_faults as planted
 from support.characters import character_tokenizer
 from support.compilation.explaining_less import run_one_batch
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.html_text import HtmlText
 from support.parity import greedy, mixed_prompts
 from support.planted_faults import plant
 from support.tiny_models import tiny_qwen3
@@ -293,13 +290,10 @@ def test_explaining_leaves_no_trace(explained):
     assert left == [modeling_qwen3.Qwen3RMSNorm.forward]
 
 
-def test_text_page_and_data_say_the_same(tmp_path, reports):
+def test_text_and_data_say_the_same(reports):
     report = reports("growing")
     finding = the_finding(report, planted.Growing)
-    page = HtmlText(report.to_html(tmp_path / "report.html").read_text())
-    assert page.links == [], "one file, nothing to fetch"
     for said in (finding["source"], finding["reason"], finding["advice"], f"planted_faults.py:{finding['line']}"):
-        assert said in page.words
         assert " ".join(said.split()) in " ".join(str(report).split())
     assert json.loads(json.dumps(report.data)) == report.data
 
@@ -468,15 +462,13 @@ def test_graphs_captured_again_for_no_known_reason_are_told_and_how_to_find_it(c
 
 
 @pytest.fixture
-def bandwidth(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Few steps are timed, too."""
-    monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, few in (("_WARM", 1), ("_RUNS", 1), ("_RUN", 2), ("_PROFILED", 4), ("_STEPS", 11)):
         monkeypatch.setattr(timings, name, few)
-    return 1e9
 
 
-def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth, tmp_path):
+@pytest.mark.usefixtures("_few_steps")
+def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready():
     model = in_eager_mode()
     greedy(model, mixed_prompts([4, 2], 128, seed=0), 3)
     before = model.compiled.explain().data["history"]
@@ -487,23 +479,16 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
     assert 128 < decode["tokens"] < 192
     calls = {kernel["name"]: kernel["launches"] for kernel in decode["kernels"]}
     assert calls["compiled_llm::decode_attention"] == 2, "one a layer, in each of the steps"
-    kinds = {kind["name"]: kind for kind in decode["kinds"]}
-    nbytes = step_bytes(model, decode["tokens"])
-    assert kinds["matrix products"]["nbytes"] == nbytes.weights
-    assert kinds["attention"]["nbytes"] == decode["kv_bytes"] == 2 * nbytes.kv_per_row
-    appended = {kind["name"]: kind["nbytes"] for kind in prefill["kinds"]}["page append"]
-    assert appended == 2 * 128 * nbytes.kv_written
-    assert decode["of_bandwidth"] == pytest.approx(nbytes.total(2) / bandwidth / (1e-6 * decode["step_us"]))
-    page = report.to_html(tmp_path / "report.html").read_text()
-    for said in (str(report), page):
-        assert f"decode, 2 rows of about {decode['tokens']} tokens" in said
-        assert "the rest: compiled loops, Python" in said
+    assert {"attention", "matrix products"} <= {kind["name"] for kind in decode["kinds"]}
+    assert f"decode, 2 rows of about {decode['tokens']} tokens" in str(report)
+    assert "the rest: compiled loops, Python" in str(report)
     assert report.data["history"] == before, "looking changes nothing"
     assert model.compiled.stats().pages.used == 0
 
 
 @pytest.mark.whole
-def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_is_wanted(monkeypatch, bandwidth):
+@pytest.mark.usefixtures("_few_steps")
+def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_is_wanted(monkeypatch):
     let_a_cpu_capture(monkeypatch)
     model = in_eager_mode(max_batch_size=8)
     for wanted, timed in ([2], [2]), ([8], [2, 8]):
@@ -511,20 +496,6 @@ def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_
         assert model.compiled.stats().buckets == [2, 8]
         timings = model.compiled.explain(timings=True).data["timings"]
         assert [timing["rows"] for timing in timings if timing["program"] == "decode"] == timed
-
-
-def test_a_model_without_findings_is_told_where_its_time_goes_and_what_to_try():
-    kinds = [{"name": "norms, rotary, elementwise", "us": 50.0}, {"name": "matrix products", "us": 400.0}]
-    timing = {"program": "decode", "rows": 2, "tokens": 150, "step_us": 500.0, "gaps_us": 50.0, "kinds": kinds}
-    data = {"findings": [], "programs": {}, "timings": [timing], "name": "a b"}
-    steps = next_steps(data)
-    assert steps["where time goes"].startswith(
-        "decode, 2 rows of about 150 tokens: matrix products take 80% of 500 us. Weights are read once for all rows"
-    )
-    assert steps["serve it"] == "compiled-llm serve 'a b'"
-    assert "--mode cuda-graphs" in next_steps({**data, "timings": [{**timing, "gaps_us": 300.0}]})["where time goes"]
-    assert next_steps({**data, "findings": [{"kind": "recompile"}]}) == {}
-    assert next_steps({**data, "timings": []}) == {}
 
 
 @pytest.mark.gpu
@@ -583,7 +554,7 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_captured(monke
 
 
 @pytest.mark.parametrize("name", ["demo", None], ids=["demo", "a folder"])
-def test_the_command_prints_the_report_and_writes_the_page(tmp_path, monkeypatch, name):
+def test_the_command_prints_the_report(tmp_path, monkeypatch, name):
     """And names the model as it was named."""
     monkeypatch.setattr(tracing, "compile_whole", lambda function, backend: function)
     folder = tmp_path / "model"
@@ -591,14 +562,11 @@ def test_the_command_prints_the_report_and_writes_the_page(tmp_path, monkeypatch
     tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     named = name or str(folder)
-    done = CliRunner().invoke(app, ["explain", named, "--html", str(tmp_path / "page.html")])
+    done = CliRunner().invoke(app, ["explain", named])
     assert done.exit_code == 0, done.output
     assert "Every program is one graph" in done.stdout
-    page = (tmp_path / "page.html").read_text()
-    assert "Every program is one graph" in page
-    for command in ("explain {} --timings 1,8", "bench latency --model {}", "serve {}"):
-        assert f"compiled-llm {command.format(named)}" in page
-        assert f"compiled-llm {command.format(named)}" in " ".join(done.stdout.split())
+    said = " ".join(done.stdout.split())
+    assert f"from {named} device" in said
 
 
 def test_logs_named_in_the_environment_go_to_stderr_and_no_others():

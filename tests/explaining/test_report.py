@@ -1,10 +1,10 @@
-"""What a report says of itself, and how it reads: as text and as a page."""
+"""What a report says of itself, and how it reads."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +13,11 @@ import torch
 import compiled_llm
 from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL
 from compiled_llm.explaining.findings import Finding
+from compiled_llm.explaining.profile.kernels import Spent
+from compiled_llm.explaining.profile.timings import Timing
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.subject import head_rows
-from compiled_llm.explaining.wording import speed_of
 from compiled_llm.model.places import NOWHERE, Place
-from support.html_text import HtmlText
 from support.tiny_models import tiny_qwen3
 
 CAUSE = Finding(
@@ -35,14 +35,14 @@ def model() -> Any:
     return model
 
 
-def both(report: Report, path: Path) -> tuple[str, HtmlText]:
-    """The report as text, on one line, and as a page."""
-    return " ".join(str(report).split()), HtmlText(report.to_html(path / "report.html").read_text())
+def words(report: Report) -> str:
+    """The report as text, on one line."""
+    return " ".join(str(report).split())
 
 
-def test_a_report_says_of_what_with_what_and_when_it_was_made(model, tmp_path):
-    report = Report.of(model, [])
-    text, page = both(report, tmp_path)
+def test_a_report_says_of_what_with_what_and_when_it_was_made(model):
+    report = Report.collect(model, [])
+    text = words(report)
     said = [
         "Qwen3ForCausalLM (models/small) on cpu",
         f"{sum(parameter.numel() for parameter in model.parameters()) / 1000:.1f} K parameters, float32",
@@ -51,47 +51,45 @@ def test_a_report_says_of_what_with_what_and_when_it_was_made(model, tmp_path):
         compiled_llm.__version__,
         f"torch {torch.__version__}, transformers {version('transformers')}, ",
     ]
-    for words in said:
-        assert words in text
-        assert words in page.words
+    assert [what for what in said if what not in text] == []
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d [+-]\d{4}", report.data["date"])
-    assert report.data["date"] in page.words
+    assert report.data["date"] in text
 
 
 def test_a_model_from_nowhere_has_no_name(model):
     model.name_or_path = ""
-    assert "from" not in head_rows(Report.of(model, []).data)["weights"]
+    assert "from" not in head_rows(Report.collect(model, []).data)["weights"]
 
 
-def test_programs_whose_names_have_commas_are_told_apart(model, tmp_path):
-    for said in both(Report.of(model, [CAUSE]), tmp_path):
-        words = said if isinstance(said, str) else said.words
-        assert "graph break in prefill; decode, batch 1; decode, larger batches" in words
+def test_programs_whose_names_have_commas_are_told_apart(model):
+    said = words(Report.collect(model, [CAUSE]))
+    assert "graph break in prefill; decode, batch 1; decode, larger batches" in said
 
 
-def test_what_only_follows_is_counted_named_and_folded(model, tmp_path):
-    text, page = both(Report.of(model, [CAUSE, CONSEQUENCE]), tmp_path)
+def test_what_only_follows_is_counted_and_named(model):
+    text = words(Report.collect(model, [CAUSE, CONSEQUENCE]))
     assert "1 x graph break" in text
     assert "1 more graph break, seen only after the above" in text
     assert "noise.py:7 in next" in text
     for noise in (CONSEQUENCE.reason, CONSEQUENCE.advice):
-        assert noise not in text + page.words
-    assert CONSEQUENCE.reason in page.folded
+        assert noise not in text
 
 
 @pytest.mark.parametrize(
     ("kind", "more"), [("graph break", True), ("refused", True), ("error", True), ("slow path", False)]
 )
-def test_where_one_fault_hides_others_it_is_said(kind, more, model, tmp_path):
-    text, page = both(Report.of(model, [Finding(kind, NOWHERE, "It is.", "Change it.")]), tmp_path)
-    assert [("More may show once this is mended" in words) for words in (text, page.words)] == [more, more]
+def test_where_one_fault_hides_others_it_is_said(kind, more, model):
+    text = words(Report.collect(model, [Finding(kind, NOWHERE, "It is.", "Change it.")]))
+    assert ("More may show once this is mended" in text) == more
 
 
-@pytest.mark.parametrize(
-    ("measured", "host_us", "said"),
-    [("operators", None, "On a CPU, launching a step is running it"), ("kernels", 90.0, "takes the host 90 us")],
-)
-def test_the_bandwidth_is_explained(measured, host_us, said):
-    words = speed_of({"read_bandwidth": 30.8e9, "measured": measured, "host_us": host_us})
-    assert words.startswith("This memory was read at 30.8 GB/s at best, just before; the last column is a share of it")
-    assert said in words
+def test_timings_say_what_a_step_spends_most_on_and_what_to_try(model):
+    spent = [Spent("matrix products", 400.0, 14.0), Spent("norms, rotary, elementwise", 50.0, 4.0)]
+    decode = Timing("decode", 2, 150, "kernels", 16, 500.0, 450.0, 90.0, spent, spent)
+    said = words(Report.collect(model, [], timings=[decode]))
+    assert "decode, 2 rows of about 150 tokens" in said
+    assert "gaps: no kernel runs 50.0 10.0% in all 18.0 500.0 100.0%" in said
+    assert "Launching a step takes the host 90 us." in said
+    assert "80% of 500 us goes to matrix products. Weights are read once for all rows" in said
+    waits = replace(decode, busy_us=200.0)
+    assert "--mode cuda-graphs" in words(Report.collect(model, [], timings=[waits]))

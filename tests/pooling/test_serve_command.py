@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compiled_llm.commands.loading.source import locate
+from compiled_llm.commands.options.choices import Device
 from compiled_llm.commands.serve.command import ServeOptions, _prepared
 from compiled_llm.protocol.messages import Embedding, Labelling
 from support.commands.command_line import invoke
@@ -20,11 +21,9 @@ from support.pooling import assert_alike, classifier_of, last_states, written
 def served(folder: Path, model: Any, **options: Any) -> Any:
     model.save_pretrained(folder)
     byte_level().save_pretrained(folder)
-    given = {"model": str(folder), "mode": "eager", "backend": "auto", "dtype": "auto", "device": "cpu", "warmup": []}
-    given |= {"max_num_seqs": 4, "max_step_ms": "auto", "eager_first": False, "batch_invariant": False, "quiet": True}
-    given |= {"check_pages": "off", "kv_memory": "400 tokens", "mm_encoder_cache_gb": 0.0, "log_level": "info"}
-    named = {**dict.fromkeys(ServeOptions._fields), **given, **options}
-    return _prepared(ServeOptions(**named), locate(str(folder), progress=False), None)
+    given: dict[str, Any] = {"mode": "eager", "device": Device.cpu, "max_num_seqs": 4, "kv_memory": "400 tokens"}
+    named = ServeOptions(model=str(folder), eager_first=False, quiet=True, **given, **options)
+    return _prepared(named, locate(str(folder), progress=False), None)
 
 
 def plain() -> Any:

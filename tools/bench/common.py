@@ -24,7 +24,6 @@ from compiled_llm.commands.bench.contenders import C, Setup
 from compiled_llm.commands.bench.report import BenchReport, failure
 from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.commands.loading.load import device_of, dtype_of
-from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 Model = Annotated[
@@ -83,7 +82,6 @@ def bench(
     workloads: Sequence[Workload],
     json: Path | None,
     commit: str | None,
-    bandwidth: bool = False,
 ) -> Iterator[Bench]:
     """Let the block measure, then print what it found."""
     with progress() as log:
@@ -96,8 +94,6 @@ def bench(
         report.machine["cpu"]["threads"] = torch.get_num_threads()
         if where.type == "cuda":
             report.machine["gpu"].update(driver_and_clocks(where))
-        if bandwidth:
-            report.read_bandwidth = read_bandwidth(where, dtype)
         yield Bench(Setup(model, where, dtype, workloads, log, build), report, json)
     finish(report, json)
 

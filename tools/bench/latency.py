@@ -10,6 +10,7 @@ import itertools
 from typing import Annotated
 
 import typer
+from ceiling import read_bandwidth, step_bytes
 from common import Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers
 from peers import HFStatic, Peer
 
@@ -36,9 +37,22 @@ def main(
     asked = [Workload(batch, prompt, length, sampled) for sampled, length, prompt, batch in combinations]
     first, *rest = ours.ALL
     known = [first, HFStatic(), *rest, Peer(vllm)]
-    with bench(model, device, asked, json, commit, bandwidth=True) as run:
-        chosen = ours.choose(contenders, run.setup.device.type, known)
-        latency.measure(chosen, run.setup, runs, run.report, run.save)
+    with bench(model, device, asked, json, commit) as run:
+        chosen, setup = ours.choose(contenders, run.setup.device.type, known), run.setup
+        run.setup.log("measuring the read bandwidth")
+        bandwidth = run.report.machine["read_bandwidth"] = read_bandwidth(setup.device, setup.dtype)
+        nbytes = {work: step_bytes(setup.model(), work.context, work.batch) for work in asked}
+
+        def save() -> None:
+            """Compare the decode rate of the newest result with what the bandwidth allows."""
+            result = run.report.results["latency"][-1]
+            work = Workload(*(result[name] for name in ("batch", "prompt", "new", "sampled")))
+            rate = result["figures"]["decode_tokens_per_s"]["median"]
+            if (needed := nbytes[work]) is not None:
+                result["figures"]["of_ceiling"] = rate * needed / (work.batch * bandwidth)
+            run.save()
+
+        latency.measure(chosen, setup, runs, run.report, save)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ def published(kind: str, results: list[dict[str, Any]], over: str) -> list[dict[
     found = []
     for result in results:
         kept = {key: value for key, value in result.items() if key == "figures" or not isinstance(value, list)}
-        kept.pop("ceiling", None)
         base = compared.get(_asked(result))
         if kind in RATIOS and base is not None:
             name, figure = RATIOS[kind]
@@ -74,6 +73,7 @@ def main(
         contender: {part: rounded(nbytes / MIB) for part, nbytes in parts.items()}
         for contender, parts in found["memory"].items()
     }
+    bandwidth = found["machine"].pop("read_bandwidth", None)
     run = {
         "published": True,
         "schema": found["schema"],
@@ -81,7 +81,7 @@ def main(
         **({"remark": remark} if remark else {}),
         "machine": found["machine"] | ({"commit": commit} if commit else {}),
         "model": found["model"],
-        **({} if found["read_bandwidth"] is None else {"read_bandwidth": rounded(found["read_bandwidth"])}),
+        **({} if bandwidth is None else {"read_bandwidth": rounded(bandwidth)}),
         **{kind: published(kind, each, first) for kind, each in results.items()},
         **({"memory_mib": memory} if memory else {}),
     }

@@ -32,7 +32,7 @@ def main() -> None:
     say(mark="imported")
     (contender,) = (one for one in [*ALL, HFStatic()] if one.name == job["contender"])
     if isinstance(contender, Ours):
-        contender = Ours(contender.mode, contender.backend, job["artifacts"])
+        contender.options["artifacts"] = job["artifacts"]
     dtype, device = getattr(torch, job["dtype"]), torch.device(job["device"])
     setup = Setup(job["model"], device, dtype, [Workload(*job["workload"])], load=build)
     torch.zeros(1, device=device)

@@ -5,14 +5,25 @@ python tools/bench/tables.py startup.json
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from compiled_llm.commands.bench.report import BenchReport, Result
-from compiled_llm.commands.bench.tables import TABLES, Columns, Table, groups, number, pair, ratio, show
+from compiled_llm.commands.bench.tables import (
+    TABLES,
+    Columns,
+    Table,
+    groups,
+    latency_tables,
+    number,
+    pair,
+    ratio,
+    show,
+)
 
 
 def spread(figure: str) -> Callable[[Result], str]:
@@ -22,6 +33,33 @@ def spread(figure: str) -> Callable[[Result], str]:
 
 CONTENDER: Columns = {"contender": lambda result: result["contender"]}
 TASK: Columns = {"task": lambda result: result["task"]}
+
+
+def load(path: Path) -> BenchReport:
+    """Read what ``--json`` wrote, or a file of ``results/``; raises ValueError if it is something else."""
+    try:
+        found = json.loads(path.read_text())
+        machine = {"versions": {}, "commit": None, "date": "", "gpu": None, **found["machine"]}
+        mebibytes = found.get("memory_mib", {})  # of published runs
+        memory = {name: {kind: mib * 2**20 for kind, mib in kinds.items()} for name, kinds in mebibytes.items()}
+        given: dict[str, Any] = {"memory": memory, "unavailable": {}, "failures": []}
+        known = {name: found.get(name, value) for name, value in given.items()}
+        lists = {name: value for name, value in found.items() if value and isinstance(value, list)}
+        lists.pop("failures", None)
+        return BenchReport(found.get("command", ""), machine, found["model"], results=lists, **known)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no result of a bench: {error!r}") from error
+
+
+def percent(share: float | None) -> str:
+    """Return a share with at least one digit other than 0; an empty text if the share is not known."""
+    return "" if share is None else f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
+
+
+def latency(results: Sequence[Result]) -> Iterator[Table]:
+    for table in latency_tables(results):
+        table.columns["of the ceiling"] = lambda result: percent(result["figures"].get("of_ceiling"))
+        yield table
 
 
 def startup(results: Sequence[Result]) -> Iterator[Table]:
@@ -91,13 +129,15 @@ def offline(results: Sequence[Result]) -> Iterator[Table]:
         yield Table(group[0]["workload"], group, columns, "Best / median over the whole, prompts included.")
 
 
-TABLES.update({"startup": startup, "loops": loops, "grpo": grpo, "around": around, "offline": offline})
+TABLES.update(
+    {"latency": latency, "startup": startup, "loops": loops, "grpo": grpo, "around": around, "offline": offline}
+)
 
 
 def main(results: Annotated[list[Path], typer.Argument(help="Of these scripts' --json, or in results/.")]) -> None:
     """Print the tables of results."""
     for path in results:
-        show(BenchReport.load(path))
+        show(load(path))
 
 
 if __name__ == "__main__":

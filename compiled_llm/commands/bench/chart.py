@@ -14,8 +14,6 @@ from compiled_llm.commands.bench.report import BenchReport, Result
 
 _KINDS = ("svg", "png", "pdf")
 _PANELS_IN_A_ROW = 4
-_DARK = {"#ffffff": "#0d1117", "#000000": "#e6edf3", "#666666": "#9198a1", "#08306b": "#58a6ff", "#4c4c4c": "#b0b0b0"}
-"""Colours for readers of dark pages, in place of those that an SVG has."""
 NAMES = {
     "hf-eager": "HuggingFace",
     "hf-static": "HuggingFace, compiled",
@@ -60,8 +58,11 @@ def speeds_of(report: BenchReport) -> Speeds:
         rates.setdefault(panel, {})[result["contender"]] = result["figures"]["end_to_end_tokens_per_s"]["median"]
     measured = dict.fromkeys(result["contender"] for result in found)
     names = [*(name for name in NAMES if name in measured), *(name for name in measured if name not in NAMES)]
-    model, machine, first = report.model, report.machine, found[0]
-    where, commit = (machine["gpu"] or machine["cpu"])["name"], machine["commit"]
+    model = report.model
+    machine = report.machine
+    first = found[0]
+    where = (machine["gpu"] or machine["cpu"])["name"]
+    commit = machine["commit"]
     tokens = f"prompts of {first['prompt']} tokens, {first['new']} new tokens"
     asked = tokens if len(lengths) == 1 else "prompt + new tokens"
     asked += f", {'sampled' if first['sampled'] else 'greedy'}; {machine['date'][:10]}"
@@ -92,20 +93,6 @@ def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW, panel_widt
         figure.supxlabel(speeds.asked, fontsize=8, color="#666666", x=0.01, ha="left")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    if kind == "svg":
-        path.write_text(_with_dark_colours(path.read_text()))
-
-
-def _with_dark_colours(svg: str) -> str:
-    """Return a picture that readers of dark pages see in other colours; matplotlib writes them into each shape."""
-    rules = [
-        f'[style*="{part}: {light}"] {{{part}: {dark} !important}}'
-        for light, dark in _DARK.items()
-        for part in ("fill", "stroke")
-    ]
-    rules.append(f"svg {{fill: {_DARK['#000000']}}}")  # letters have the colour that is not said
-    style = f"<style>@media (prefers-color-scheme: dark) {{{' '.join(rules)}}}</style>"
-    return svg.replace(" <defs>", f" {style}\n <defs>", 1)
 
 
 def _bars(panel: Axes, contenders: Sequence[str], rates: dict[str, float]) -> None:

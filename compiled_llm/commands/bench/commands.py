@@ -31,7 +31,7 @@ app = typer.Typer(
     help="Measure speed: of a model on this machine, compared with HuggingFace, or of a server under load.",
     epilog="Definitions: the time to first token runs from the call until every row's first token is on the host, "
     "warm; decode is the rate after that; end to end is the whole call. Figures are the best and the median of all "
-    "runs. The ceiling is the decode rate that the read bandwidth allows, measured in the same run.",
+    "runs.",
 )
 
 
@@ -94,7 +94,6 @@ def latency(
             from compiled_llm.commands.bench.latency import measure
             from compiled_llm.commands.bench.timing import Workload
             from compiled_llm.commands.loading.load import device_of, dtype_of
-            from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 
             where = device_of(device.value)
             cuda = where.type == "cuda"
@@ -104,8 +103,7 @@ def latency(
             taking_part = choose(contenders, where.type, ALL)
             setup = Setup(model, where, dtype_of("auto", where), asked, log)
             report = new_report({"name": model, "weights": "its own", "dtype": str(setup.dtype).removeprefix("torch.")})
-            log("measuring the read bandwidth")
-            report.read_bandwidth = read_bandwidth(where, setup.dtype)
+            setup.model()  # it refuses what is too long for it before anything is measured
             measure(taking_part, setup, runs, report, lambda: report.save(json))
         finish(report, json, plot)
 
@@ -161,21 +159,6 @@ def serve(
             measure_all({name: client.run}, loads, runs, report, lambda: report.save(json), log)
             report.machine["client_busy"] = round(client.busy, 2)
         finish(report, json)
-
-
-@app.command()
-def show(
-    results: Annotated[
-        Path, typer.Argument(help="A file that --json has written, or one of results/.", exists=True, dir_okay=False)
-    ],
-    plot: Plot = None,
-) -> None:
-    """Show earlier results again, also those of another machine, as tables or as a chart."""
-    with readable_errors():
-        check_plot(plot)
-        from compiled_llm.commands.bench.report import BenchReport
-
-        finish(BenchReport.load(results), None, plot)
 
 
 def new_report(model: dict[str, str]) -> BenchReport:

@@ -73,7 +73,8 @@ class BenchSession:
     """A model of this process, wrapped or not; ``options`` are further ones of ``generate``."""
 
     def __init__(self, setup: Setup, model: PreTrainedModel, **options: Any) -> None:
-        self.setup, self.options = setup, options
+        self.setup = setup
+        self.options = options
         self.model: Any = model
         self.versions: dict[str, str] = {}
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
@@ -129,11 +130,12 @@ C = TypeVar("C", bound=Contender)
 
 
 class Ours(Contender):
-    """The wrapped model; ``mode`` and so on are those of ``wrap``."""
+    """The wrapped model; ``options`` are those of ``wrap``."""
 
-    def __init__(self, mode: Mode, backend: str = "auto", artifacts: str | None = None) -> None:
+    def __init__(self, mode: Mode, backend: str = "auto") -> None:
         self.mode: Mode = mode
-        self.backend, self.artifacts = backend, artifacts
+        self.backend = backend
+        self.options: dict[str, Any] = {"mode": mode, "backend": backend}
         self.name = f"compiled-llm:{mode}" + ("" if backend == "auto" else f":{backend}")
 
     def obstacle(self, setup: Setup) -> str | None:
@@ -145,14 +147,15 @@ class Ours(Contender):
     @contextmanager
     def opened(self, setup: Setup) -> Iterator[BenchSession]:
         rows = max(work.batch for work in setup.workloads)
-        with wrapped(setup, rows, mode=self.mode, backend=self.backend, artifacts=self.artifacts) as model:
+        with wrapped(setup, rows, **self.options) as model:
             yield BenchSession(setup, model)
 
 
 @contextmanager
 def wrapped(setup: Setup, rows: int, **options: Any) -> Iterator[PreTrainedModel]:
     """Wrap the model for the block, with pages for the largest workload and a page to spare in each row."""
-    page, model = WrapConfig.page_size, setup.model()
+    page = WrapConfig.page_size
+    model = setup.model()
     tokens = max(work.batch * (-(-(work.prompt + work.new) // page) + 1) * page for work in setup.workloads)
     compiled_llm.wrap(model, max_batch_size=rows, kv_memory=f"{tokens} tokens", progress=False, **options)
     try:

@@ -31,7 +31,8 @@ class HttpClient:
         """Send requests, and return answers with their times from the begin; raises RuntimeError if one fails."""
         gc.collect()
         gc.disable()  # the server is measured, not this
-        spent, begin = time.process_time(), time.perf_counter()
+        spent = time.process_time()
+        begin = time.perf_counter()
         try:
             return self._loop.run_until_complete(answered(asked, self._ask, concurrency))
         except httpx.HTTPError as error:
@@ -60,7 +61,8 @@ class HttpClient:
 
 def answer_of(lines: Sequence[tuple[float, str]]) -> LoadAnswer:
     """Return when events with text came, by the lines of a response; raises RuntimeError if it is no answer."""
-    times, usage = [], None
+    times = []
+    usage = None
     for when, line in lines:
         if line.startswith("data:") and line.strip() != "data: [DONE]":
             event: dict[str, Any] = json.loads(line[5:])

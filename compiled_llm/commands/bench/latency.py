@@ -9,12 +9,10 @@ from dataclasses import asdict
 from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
 from compiled_llm.commands.bench.report import BenchReport, Result, Save, failure
 from compiled_llm.commands.bench.timing import Spread, Workload
-from compiled_llm.explaining.profile.step_bytes import step_bytes
 
 
 def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: BenchReport, save: Save) -> None:
     """Measure one contender after the other into the report; one that fails does not take the others with it."""
-    ceilings = {workload: ceiling(setup, workload, report.read_bandwidth) for workload in setup.workloads}
     for contender in contenders:
         if reason := contender.obstacle(setup):
             report.unavailable[contender.name] = reason
@@ -25,7 +23,7 @@ def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: Be
             with contender.opened(setup) as session:
                 for workload in setup.workloads:
                     doing = f"{contender.name}, {workload}"
-                    report.add("latency", _result(contender.name, session, workload, runs, ceilings[workload], setup))
+                    report.add("latency", _result(contender.name, session, workload, runs, setup))
                     report.machine["versions"].update(session.versions)
                     save()
                 if memory := session.memory():
@@ -35,13 +33,7 @@ def measure(contenders: Iterable[Contender], setup: Setup, runs: int, report: Be
             setup.drop_model()  # its state is in doubt
 
 
-def ceiling(setup: Setup, workload: Workload, bandwidth: float | None) -> float | None:
-    """Return the decode rate that the read bandwidth allows, in tokens/s; None if that is not known."""
-    nbytes = step_bytes(setup.model(), workload.context).total(workload.batch)
-    return None if nbytes is None or bandwidth is None else workload.batch * bandwidth / nbytes
-
-
-def _result(name: str, session: BenchSession, work: Workload, runs: int, ceiling: float | None, setup: Setup) -> Result:
+def _result(name: str, session: BenchSession, work: Workload, runs: int, setup: Setup) -> Result:
     setup.log(f"{name}, {work}: compiling and warming up")
     start = time.perf_counter()
     session.prepare(work)
@@ -50,13 +42,12 @@ def _result(name: str, session: BenchSession, work: Workload, runs: int, ceiling
     for number in range(runs):
         setup.log(f"{name}, {work}: run {number + 1} of {runs}")
         timings.append(session.run(work))
-    decode = Spread.of_rates(work.batch * (work.new - 1) / (timing.total - timing.first) for timing in timings)
+    decode = (work.batch * (work.new - 1) / (timing.total - timing.first) for timing in timings)
     figures = {
         "context": work.context,
         "first_s": Spread.of_times(timing.first for timing in timings)._asdict(),
-        "decode_tokens_per_s": decode._asdict(),
+        "decode_tokens_per_s": Spread.of_rates(decode)._asdict(),
         "end_to_end_tokens_per_s": Spread.of_rates(work.batch * work.new / one.total for one in timings)._asdict(),
-        "of_ceiling": None if ceiling is None else decode.median / ceiling,
     }
     measured = {"first_s": [timing.first for timing in timings], "total_s": [timing.total for timing in timings]}
-    return {"contender": name, **asdict(work), **measured, "ready_s": ready, "ceiling": ceiling, "figures": figures}
+    return {"contender": name, **asdict(work), **measured, "ready_s": ready, "figures": figures}

@@ -92,7 +92,8 @@ class Load:
             drawn = (generator.randint(0, VOCABULARY) for _ in range(tokens))
             return [(token + number * _STRIDE) % self.vocabulary for token in drawn]
 
-        shared, asked = prompt(self.system_prompt), []
+        shared = prompt(self.system_prompt)
+        asked = []
         for arrival in self.arrivals():
             own = prompt(generator.randint(*self.prompts))
             asked.append(Asked(shared + own, generator.randint(*self.answers), arrival))
@@ -106,7 +107,8 @@ class Load:
 
 async def answered(asked: Sequence[Asked], ask: Ask, concurrency: int | None) -> list[LoadAnswer]:
     """Send requests, and return when their answers came, from the begin of the pass."""
-    slots, begin = asyncio.Semaphore(concurrency or len(asked)), time.perf_counter()
+    slots = asyncio.Semaphore(concurrency or len(asked))
+    begin = time.perf_counter()
 
     async def one(request: Asked) -> LoadAnswer:
         await asyncio.sleep(begin + request.arrival - time.perf_counter())
@@ -122,7 +124,8 @@ def measure_all(
     servers: Mapping[str, Run], loads: Sequence[Load], runs: int, report: BenchReport, save: Save, log: Log
 ) -> None:
     """Measure every load with each server, into the report; one that fails is asked nothing more."""
-    numbers, failed = itertools.count(), set()
+    numbers = itertools.count()
+    failed = set()
     for load, (name, run) in itertools.product(loads, servers.items()):
         if name not in failed:
             doing = f"{name}, {load}, prompts of {load.prompts} tokens"
@@ -141,7 +144,8 @@ def _measure(name: str, run: Run, load: Load, runs: int, numbers: itertools.coun
     run(untimed.drawn(next(numbers)), load.concurrency)
     asked = [load.drawn(next(numbers)) for _ in range(runs)]
     passes = [run(requests, load.concurrency) for requests in asked]
-    requests, answers = [one for part in asked for one in part], [one for part in passes for one in part]
+    requests = [one for part in asked for one in part]
+    answers = [one for part in passes for one in part]
     pieces = [pieces_of(answer.times) for answer in answers]
     gaps = [later - earlier for times in pieces for earlier, later in itertools.pairwise(times)]
     seconds = [max(answer.times[-1] for answer in one) for one in passes]
@@ -160,9 +164,9 @@ def _measure(name: str, run: Run, load: Load, runs: int, numbers: itertools.coun
         "short": sum(answer.tokens < request.new for answer, request in zip(answers, requests, strict=True)),
         "cached_tokens": cached if any(answer.cached is not None for answer in answers) else None,
         "seconds": seconds,
-        "first_s": BenchPercentiles.of(answer.times[0] - answer.begun for answer in answers)._asdict(),
-        "between_s": BenchPercentiles.of(gaps or [0.0])._asdict(),
-        "end_s": BenchPercentiles.of(answer.times[-1] - answer.begun for answer in answers)._asdict(),
+        "first_s": BenchPercentiles.from_times(answer.times[0] - answer.begun for answer in answers)._asdict(),
+        "between_s": BenchPercentiles.from_times(gaps or [0.0])._asdict(),
+        "end_s": BenchPercentiles.from_times(answer.times[-1] - answer.begun for answer in answers)._asdict(),
         "figures": {
             "tokens_per_s": Spread.of_rates(rates)._asdict(),
             "tokens_a_piece": tokens / max(1, sum(map(len, pieces))),

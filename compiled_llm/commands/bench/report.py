@@ -31,12 +31,11 @@ class BenchReport:
     command: str
     machine: dict[str, Any]
     model: dict[str, Any]
-    read_bandwidth: float | None = None  # bytes/s, measured in this run; None if nothing needed it
     memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes on the device by contender
     # why contenders could not take part; ``failures``: why others did not get to their end
     unavailable: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    # by their kind, such as ``latency``. Of published ones, only the figures may be left
+    # by their kind, such as ``latency``
     results: dict[str, list[Result]] = field(default_factory=dict)
 
     def add(self, kind: str, result: Result) -> None:
@@ -48,22 +47,6 @@ class BenchReport:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"schema": 1, **found, **found.pop("results")}, indent=1) + "\n")
 
-    @classmethod
-    def load(cls, path: Path) -> BenchReport:
-        """Read what ``save`` wrote, or a file of ``results/``; raises ValueError if it is something else."""
-        try:
-            found = json.loads(path.read_text())
-            machine = {"versions": {}, "commit": None, "date": "", "gpu": None, **found["machine"]}
-            mebibytes = found.get("memory_mib", {})  # of published runs
-            memory = {name: {kind: mib * 2**20 for kind, mib in kinds.items()} for name, kinds in mebibytes.items()}
-            given: dict[str, Any] = {"memory": memory, "read_bandwidth": None, "unavailable": {}, "failures": []}
-            known = {name: found.get(name, value) for name, value in given.items()}
-            lists = {name: value for name, value in found.items() if value and isinstance(value, list)}
-            lists.pop("failures", None)
-            return cls(found.get("command", ""), machine, found["model"], results=lists, **known)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no result of compiled-llm bench: {error!r}") from error
-
 
 def failure(doing: str, error: BaseException) -> str:
     return f"{doing}: {type(error).__name__}: {' '.join(str(error).split())[:1000]}"
@@ -71,7 +54,8 @@ def failure(doing: str, error: BaseException) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Return versions, processor and load of this machine, and its GPU if torch is imported and sees one."""
-    torch, gpu = sys.modules.get("torch"), None
+    torch = sys.modules.get("torch")
+    gpu = None
     if torch is not None and torch.cuda.is_available():
         gpu = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return {

@@ -47,11 +47,6 @@ def ratio(spread: dict[str, Any], base: dict[str, Any] | None) -> str:
     return "" if base is None else f"{spread['median'] / base['median']:.2f}"
 
 
-def percent(share: float | None) -> str:
-    """Return a share with at least one digit other than 0; an empty text if the share is not known."""
-    return "" if share is None else f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
-
-
 def groups(results: Sequence[Result], *names: str) -> list[list[Result]]:
     found: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
@@ -71,10 +66,10 @@ def latency_tables(results: Sequence[Result]) -> Iterator[Table]:
             f"x {base}": lambda result, decode=decode: ratio(  # type: ignore[misc]
                 result["figures"]["decode_tokens_per_s"], decode.get((base, result["batch"]))
             ),
-            "of the ceiling": lambda result: percent(result["figures"].get("of_ceiling")),
             "end to end, tokens/s": lambda result: pair(result["figures"]["end_to_end_tokens_per_s"]),
         }
-        first, runs = group[0], group[0]["figures"]["first_s"]["runs"]
+        first = group[0]
+        runs = group[0]["figures"]["first_s"]["runs"]
         decoding = "sampled" if first["sampled"] else "greedy"
         title = f"Prompts of {first['prompt']} tokens, {first['new']} new tokens, {decoding}"
         note = f"Best / median (of 100 runs or more also the 99th percentile) of {runs} runs; ratios are of medians."
@@ -120,7 +115,8 @@ def _mebibytes(kind: str) -> Callable[[Result], str]:
 
 def markdown(report: BenchReport) -> str:
     """Return the whole report: model, machine, versions and command line, the tables, and what is not in them."""
-    machine, model, bandwidth = report.machine, report.model, report.read_bandwidth
+    machine = report.machine
+    model = report.model
     where = (machine["gpu"] or machine["cpu"])["name"]
     versions = ", ".join(f"{package} {number}" for package, number in machine["versions"].items())
     lines = [
@@ -129,8 +125,6 @@ def markdown(report: BenchReport) -> str:
     ]
     if "client_busy" in machine:
         lines.append(f"The client computed {machine['client_busy']:.0%} of the time: near 100%, it was too slow.")
-    if bandwidth is not None:
-        lines.append(f"Read bandwidth in this run: {bandwidth / 1e9:,.1f} GB/s.")
     lines += [f"`{report.command}`", *map(_markdown, tables_of(report))]
     lines += [f"Not available: {name}: {reason}." for name, reason in report.unavailable.items()]
     lines += [f"Failed: {line}" for line in report.failures]

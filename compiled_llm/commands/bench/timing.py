@@ -85,7 +85,7 @@ class BenchPercentiles(NamedTuple):
     most: float
 
     @classmethod
-    def of(cls, seconds: Iterable[float]) -> BenchPercentiles:
+    def from_times(cls, seconds: Iterable[float]) -> BenchPercentiles:
         values = sorted(seconds)
         return cls(*(values[math.ceil(share * len(values)) - 1] for share in (0.5, 0.99, 1.0)))
 

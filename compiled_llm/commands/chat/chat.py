@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "/clear": "forget what was said, and begin a new chat",
     "/retry": "answer the last question again",
-    "/image FILE": "show the model a picture with the next question",
+    "/image FILE": "show the model an image with the next question",
     "/system TEXT": "set the system message; without TEXT, show it",
     "/stats": "show speed, cached tokens and pages",
     "/exit": "end the chat, as Ctrl-D does",
@@ -104,7 +104,8 @@ class Chat:
         if model.refresh():
             self._terminal.say(f"the server has another model now: {model.name}")
         handle = model.submit(self._conversation.with_question(question), self._given)
-        answer, interrupted = "", False
+        answer = ""
+        interrupted = False
         try:
             pieces = iter(handle.text())
             with ProgressDisplay(not self._terminal.quiet, brief=True).task("reading the question"):

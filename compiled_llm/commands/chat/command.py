@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,10 +27,7 @@ from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOption
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
 
-_OF_OWN_MODEL = (
-    *("model", "same_model", "tokenizer", "chat_template"),
-    *("mode", "eager_first", "backend", "dtype", "device", "kv_dtype", "kv_scales"),
-)
+_OF_OWN_MODEL = ("model", "same_model", "tokenizer", "chat_template", *(field.name for field in fields(RunningOptions)))
 
 
 @with_groups
@@ -72,7 +70,7 @@ def chat(
             _check_remote(context, server)
             check_server(server, api_key_file)
             if images and not is_url(server):
-                raise ValueError(f"--image: over the socket {server} a chat has no pictures; give an http:// address")
+                raise ValueError(f"--image: over the socket {server} a chat takes no images; give an http:// address")
             answering = _remote_model(server, api_key_file, quiet)
         else:
             place = DEMO if model is None and same_model is None else shared.model_of(model, same_model)

@@ -47,7 +47,7 @@ class AnsweringModel(Protocol):
 class ChatModel:
     """An engine in this process; a prompt and its answer may have ``max_tokens``.
 
-    ``encode_seen`` makes inputs of messages with pictures; None if there can be none.
+    ``encode_seen`` makes inputs of messages with images; None if there can be none.
     """
 
     engine: Engine | Client
@@ -92,7 +92,7 @@ class ChatModel:
 
     def _seen(self, messages: Messages) -> dict[str, Any]:
         if self.encode_seen is None:
-            raise ValueError("pictures: begin the chat with --image FILE, or ask a server by its http:// address")
+            raise ValueError("images: begin the chat with --image FILE, or ask a server by its http:// address")
         return self.encode_seen(messages)
 
     def _tokens(self, messages: Messages) -> list[int]:
@@ -111,10 +111,13 @@ class RemoteChatModel(ChatModel):
         self.refresh()
 
     def refresh(self) -> bool:
-        before, ready = self._ready, wait_until_ready(self._client, self._quiet)
+        before = self._ready
+        ready = wait_until_ready(self._client, self._quiet)
         if ready is not before:
             self.tokenizer = self._client.tokenizer
-            self.name, self.max_tokens, self._ready = ready.model, ready.max_tokens, ready
+            self.name = ready.model
+            self.max_tokens = ready.max_tokens
+            self._ready = ready
             self.sampling = ready.sampling
         return before is not None and ready != before
 
@@ -124,11 +127,13 @@ class HttpChatModel:
 
     def __init__(self, api: HttpApi, quiet: bool) -> None:
         """Wait until it is ready; RuntimeError if it cannot be reached."""
-        self._api, self._quiet = api, quiet
+        self._api = api
+        self._quiet = quiet
         self.name = api.wait_until_ready(quiet)
 
     def refresh(self) -> bool:
-        before, self.name = self.name, self._api.wait_until_ready(self._quiet)
+        before = self.name
+        self.name = self._api.wait_until_ready(self._quiet)
         return self.name != before
 
     def check(self, messages: Messages) -> None:

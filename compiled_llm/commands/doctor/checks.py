@@ -198,7 +198,8 @@ def missing_for_cuda(what: str) -> Outcome | None:
 
 def imported(package: Package, if_missing: Status = "missing") -> Outcome:
     """Import a package, and compare its version with those that compiled-llm supports."""
-    name, supported = package.requirement.name, package.requirement.specifier
+    name = package.requirement.name
+    supported = package.requirement.specifier
     pip = f"pip install '.[{package.extra}]'" if package.extra else f"pip install '{name}{supported}'"
     try:
         module = importlib.import_module(package.module)
@@ -279,7 +280,8 @@ def cpu(cuda: bool) -> Outcome:
 
     from compiled_llm.kvcache.memory import free_bytes
 
-    free, cores = free_bytes(torch.device("cpu")), os.cpu_count() or 1
+    free = free_bytes(torch.device("cpu"))
+    cores = os.cpu_count() or 1
     detail = f"{cores} cores, {torch.get_num_threads()} threads, {free / _GIB:.1f} GiB of memory free"
     if not cuda and (busy := other_work()) is not None:
         detail += f", but {busy}"

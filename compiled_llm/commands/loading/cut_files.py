@@ -21,7 +21,8 @@ _VERSIONS = (2, 3)  # of GGUF whose counts have 64 bits
 def cut_file(location: str, gguf_file: str | None) -> str | None:
     """Return a sentence about a file of a model that is shorter than its header says; None if there is none here."""
     for path, size_of in _weights(Path(location), gguf_file):
-        size, expected = 0, None
+        size = 0
+        expected = None
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size

@@ -42,7 +42,7 @@ def load(
     progress: bool = True,
     sees: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM, or a classifier, and its tokenizer; one that ``sees`` with what encodes pictures.
+    """Load a causal LM, or a classifier, and its tokenizer; one that ``sees`` with what encodes images.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
@@ -121,7 +121,8 @@ def _tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
 
 def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     embedded: Any = model.get_input_embeddings().weight
-    largest, tokens = max(tokenizer.get_vocab().values(), default=0), len(embedded)
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    tokens = len(embedded)
     if largest >= tokens:
         raise ValueError(f"--tokenizer {name}: its token ids go up to {largest}, and the model's to {tokens - 1}")
 

@@ -1,4 +1,4 @@
-"""The processor of a model that reads pictures: whether there is one, and itself."""
+"""The processor of a model that reads images: whether there is one, and itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def seeing_place(source: Source) -> str:
 
 
 def encode_seen(processor: Any, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return what a processor makes of messages with files; ValueError if one is no picture."""
+    """Return what a processor makes of messages with files; ValueError if one is no image."""
     token = getattr(processor, "image_token_id", -1)
     inputs: dict[str, Tensor] = needed("images", "engine").inputs_of(messages, processor, token)
     return inputs

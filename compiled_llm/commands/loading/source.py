@@ -12,8 +12,16 @@ from compiled_llm.execution.reporting.progress import ProgressDisplay
 DEMO = "demo"  # the name of the demo model; ``loading.load`` fetches it
 
 _TOKENIZER_FILES = (
-    *("tokenizer*", "vocab*", "merges.txt", "spiece*", "tekken.json"),
-    *("*.model", "*.spm", "*.tiktoken", "*.bpe", "*.bpe.codes"),
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "spiece*",
+    "tekken.json",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*.bpe",
+    "*.bpe.codes",
 )
 """Names of the files that transformers' tokenizers are loaded from, one of which each tokenizer has."""
 

@@ -33,7 +33,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
             }
         command(**given, **made)
 
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__name__ = command.__name__
+    call.__doc__ = command.__doc__
     keywords = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options.values()]
     call.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
     call.__annotations__ = {}

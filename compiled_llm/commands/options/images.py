@@ -1,4 +1,4 @@
-"""Pictures on the command line: files that are shown to the model with a question."""
+"""Images on the command line: files that are shown to the model with a question."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def _sent(part: dict[str, Any]) -> dict[str, Any]:
     try:
         data = base64.b64encode(file.read_bytes()).decode()
     except OSError as error:
-        raise ValueError(f"the picture {file} cannot be read: {error.strerror}") from error
+        raise ValueError(f"the image {file} cannot be read: {error.strerror}") from error
     kind = _TYPES.get(file.suffix.lower(), "png")  # which the server tells by the file's header
     return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}

@@ -22,7 +22,7 @@ class AnswerFigures(NamedTuple):
     cached_tokens: int | None = None
 
     @classmethod
-    def of(cls, output: RequestOutput) -> AnswerFigures:
+    def from_output(cls, output: RequestOutput) -> AnswerFigures:
         return cls(
             len(output.token_ids),
             output.seconds,

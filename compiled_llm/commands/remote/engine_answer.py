@@ -28,4 +28,4 @@ class EngineAnswer:
         self._handle.cancel()
 
     def figures(self) -> AnswerFigures:
-        return AnswerFigures.of(self._handle.result())
+        return AnswerFigures.from_output(self._handle.result())

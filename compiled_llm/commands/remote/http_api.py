@@ -30,7 +30,8 @@ class HttpApi:
             raise ValueError(f"--server {url}: {error}") from error
         if not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"--server {url}: give a URL such as http://localhost:8000")
-        self.url, self._host = url.rstrip("/").removesuffix("/v1"), parts.hostname
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._host = parts.hostname
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json", "User-Agent": "compiled-llm"}

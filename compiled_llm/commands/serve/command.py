@@ -6,9 +6,10 @@ import logging
 import math
 import os
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -18,7 +19,7 @@ from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
-from compiled_llm.commands.options.groups import with_groups
+from compiled_llm.commands.options.groups import OptionGroup, with_groups
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
@@ -41,45 +42,65 @@ if TYPE_CHECKING:
     from compiled_llm.server.engine_process.kept_profile import KeptProfile
 
 
+_OF_SERVERS = "model", "same_model", "drain_seconds"  # and are not handed on as they are
+_OF_WRAP = "mode", "backend", "kv_dtype", "batch_invariant"
 _OF_ENGINES = "max_num_seqs", "max_model_len", "max_queue", "mm_encoder_cache_gb"
 
 
-class ServeOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(OptionGroup):
     """The options of an engine process."""
 
-    model: str
-    tokenizer: str | None
-    chat_template: Path | None
-    mode: str
-    backend: str
-    dtype: str
-    device: str
-    kv_dtype: str | None
-    kv_memory: str | None
-    max_num_seqs: int | None
-    max_model_len: int | None
-    max_queue: int | None
-    max_step_ms: str
-    warmup: list[int]
-    profile: Path | None
-    operations_uds: Path | None
-    artifacts: Path | None
-    eager_first: bool
-    log_level: str
-    log_format: str
-    quiet: bool
-    kv_scales: Path | None
-    batch_invariant: bool
-    check_pages: str
-    speculative_config: str | None
-    limit_mm_per_prompt: str | None = None
-    mm_encoder_cache_gb: float = MM_ENCODER_CACHE_GB
-    pooling: str | None = None
+    model: shared.ModelPlace = None
+    operations_uds: options.OperationsUds = None
+    max_num_seqs: options.MaxNumSeqs = None
+    max_model_len: options.MaxModelLen = None
+    max_queue: options.MaxQueue = None
+    max_step_ms: options.MaxStepMs = "auto"
+    speculative_config: options.SpeculativeConfig = None
+    limit_mm_per_prompt: options.LimitMmPerPrompt = None
+    mm_encoder_cache_gb: options.MmEncoderCacheGb = MM_ENCODER_CACHE_GB
+    pooling: options.Pooling = None
+    drain_seconds: options.DrainSeconds = 30.0
+    warmup: options.Warmup = ""
+    profile: options.ProfilePath = None
+    same_model: shared.SameModel = None
+    tokenizer: shared.Tokenizer = None
+    chat_template: shared.TemplateFile = None
+    kv_memory: options.KvMemory = None
+    mode: shared.RunningMode = "cuda-graphs"
+    eager_first: shared.EagerFirst = True
+    backend: shared.Backend = "auto"
+    dtype: shared.WeightsDtype = Dtype.auto
+    device: shared.OnDevice = Device.auto
+    kv_dtype: shared.KeysAndValues = None
+    kv_scales: shared.ScalesFile = None
+    batch_invariant: shared.BatchInvariant = False
+    check_pages: shared.CheckPages = PageChecks.off
+    artifacts: shared.Artifacts = None
+    log_level: options.ShownLevel = LogLevel.info
+    log_format: options.ShownFormat = LogFormat.text
+    quiet: options.Quiet = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Path):  # which processes of other folders are given, too
+                object.__setattr__(self, name, _absolute(value))
+
+    @property
+    def place(self) -> str:
+        """The model's; ValueError if it is not named, or twice."""
+        return shared.model_of(self.model, self.same_model)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Those of ``--warmup``; ValueError if they are none."""
+        return integers("--warmup", self.warmup)
 
     @property
     def log(self) -> tuple[str, str] | None:
         """The level and the format of the log; None for none."""
-        return None if self.quiet else (self.log_level, self.log_format)
+        return None if self.quiet else (self.log_level.value, self.log_format.value)
 
     @property
     def shows_progress(self) -> bool:
@@ -88,15 +109,15 @@ class ServeOptions(NamedTuple):
 
     @property
     def images(self) -> int:
-        """How many pictures a request can have; ValueError if the limit is malformed."""
+        """How many images a request can have; ValueError if the limit is malformed."""
         return images_in(self.limit_mm_per_prompt)
 
     def wrap_options(self) -> dict[str, Any]:
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
         scales = {} if self.kv_scales is None else {"kv_scales": KVScales.load(self.kv_scales)}
-        names = ("mode", "backend", "kv_dtype", "batch_invariant", "check_pages")
-        options = {name: getattr(self, name) for name in names}
+        options: dict[str, Any] = {name: getattr(self, name) for name in _OF_WRAP}
+        options["check_pages"] = self.check_pages.value
         options["eager_first"] = self.eager_first and not self.batch_invariant
         return {**options, "progress": self.shows_progress, **memory, **scales, **artifacts}
 
@@ -111,53 +132,25 @@ class ServeOptions(NamedTuple):
             engine.warmup(profile=self.profile, structured=structured)
             return
         if structured:
-            engine.warmup(self.warmup[:1] or 1, structured=True)
-        engine.warmup(self.warmup or "auto")
+            engine.warmup(self.sizes[:1] or 1, structured=True)
+        engine.warmup(self.sizes or "auto")
 
     def arguments(self) -> list[str]:
         """Return the arguments of an engine process for API servers, whose clients may wait by the thousand."""
-        options: dict[str, Any] = {name: value for name, value in self._asdict().items() if name != "model"}
+        options = {name: value for name, value in vars(self).items() if name not in _OF_SERVERS}
+        options |= {name: value.value for name, value in options.items() if isinstance(value, Enum)}
         options["max_queue"] = MAX_QUEUE if self.max_queue is None else self.max_queue
-        return serve_arguments(self.model, options | {"warmup": self.warmup or None})
+        return serve_arguments(self.place, options | {"warmup": self.warmup or None})
 
 
 @with_groups
 def serve(
     *,
     context: typer.Context,
-    model: shared.ModelPlace = None,
     config: options.Config = None,
     uds: options.Uds = None,
-    operations_uds: options.OperationsUds = None,
     http: HttpFlags,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_model_len: options.MaxModelLen = None,
-    max_queue: options.MaxQueue = None,
-    max_step_ms: options.MaxStepMs = "auto",
-    speculative_config: options.SpeculativeConfig = None,
-    limit_mm_per_prompt: options.LimitMmPerPrompt = None,
-    mm_encoder_cache_gb: options.MmEncoderCacheGb = MM_ENCODER_CACHE_GB,
-    pooling: options.Pooling = None,
-    drain_seconds: options.DrainSeconds = 30.0,
-    warmup: options.Warmup = "",
-    profile: options.ProfilePath = None,
-    same_model: shared.SameModel = None,
-    tokenizer: shared.Tokenizer = None,
-    chat_template: shared.TemplateFile = None,
-    kv_memory: options.KvMemory = None,
-    mode: shared.RunningMode = "cuda-graphs",
-    eager_first: shared.EagerFirst = True,
-    backend: shared.Backend = "auto",
-    dtype: shared.WeightsDtype = Dtype.auto,
-    device: shared.OnDevice = Device.auto,
-    kv_dtype: shared.KeysAndValues = None,
-    kv_scales: shared.ScalesFile = None,
-    batch_invariant: shared.BatchInvariant = False,
-    check_pages: shared.CheckPages = PageChecks.off,
-    artifacts: shared.Artifacts = None,
-    log_level: options.ShownLevel = LogLevel.info,
-    log_format: options.ShownFormat = LogFormat.text,
-    quiet: options.Quiet = False,
+    served: ServeOptions,
     leashed: options.Leashed = False,
 ) -> None:
     """Serve a model with OpenAI's API, over HTTP, or over a Unix socket, until SIGTERM or Ctrl-C.
@@ -172,35 +165,25 @@ def serve(
     """
     with readable_errors(), with_places(context):
         with_api_server = uds is None or http.given
-        check_server_packages(http=with_api_server or operations_uds is not None)
-        check_driver(device.value)
-        sizes = integers("--warmup", warmup)
-        served = ServeOptions(
-            shared.model_of(model, same_model),
-            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_dtype, kv_memory),
-            *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
-            *(_absolute(operations_uds), _absolute(artifacts), eager_first),
-            *(log_level.value, log_format.value, quiet),
-            kv_scales=_absolute(kv_scales),
-            batch_invariant=batch_invariant,
-            check_pages=check_pages.value,
-            speculative_config=speculative_config,
-            limit_mm_per_prompt=limit_mm_per_prompt,
-            mm_encoder_cache_gb=mm_encoder_cache_gb,
-            pooling=pooling,
-        )
-        _check(served, drain_seconds)
-        source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)
-        path = _absolute(uds)
+        check_server_packages(http=with_api_server or served.operations_uds is not None)
+        check_driver(served.device.value)
+        place = served.place
+        _check(served)
+        source = locate(place, served.shows_progress, served.tokenizer, served.chat_template)
+        path = None if uds is None else _absolute(uds)
         if with_api_server:
             if http.api_server_count is None:
-                http = replace(http, api_server_count=usual_count(served.device))
-            run_with_api_server(http, source, path, served.arguments(), drain_seconds, served.log, served.images)
+                http = replace(http, api_server_count=usual_count(served.device.value))
+            arguments = served.arguments()
+            images = served.images
+            run_with_api_server(http, source, path, arguments, served.drain_seconds, served.log, images)
         elif path is not None:
-            _run(served, source, path, drain_seconds, leashed)
+            _run(served, source, path, leashed)
 
 
-def _check(served: ServeOptions, drain_seconds: float) -> None:
+def _check(served: ServeOptions) -> None:
+    """Raise ValueError if something is impossible, before anything is loaded."""
+    sizes = served.sizes
     WrapConfig.from_options(served.wrap_options())
     _step_limit(served.max_step_ms)
     speculative_config_of(served.speculative_config)
@@ -217,10 +200,10 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
         raise ValueError(f"--max-num-seqs {most}: must be at least 1")
     if served.max_model_len is not None and served.max_model_len < 1:
         raise ValueError(f"--max-model-len {served.max_model_len}: must be at least 1")
-    if wrong := [size for size in served.warmup if size > most]:
+    if wrong := [size for size in sizes if size > most]:
         raise ValueError(f"--warmup {wrong[0]}: there are {most} requests at once; raise --max-num-seqs")
-    if drain_seconds < 0:
-        raise ValueError(f"--drain-seconds {drain_seconds:g}: must be 0 or more")
+    if served.drain_seconds < 0:
+        raise ValueError(f"--drain-seconds {served.drain_seconds:g}: must be 0 or more")
     if (path := served.profile) is None:
         return
     if served.mode == "eager":
@@ -231,7 +214,7 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
         Profile.read(path)  # which tells before the model is loaded that it is damaged
 
 
-def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, leashed: bool) -> None:
+def _run(served: ServeOptions, source: Source, uds: Path, leashed: bool) -> None:
     if leashed:
         end_with_parent()
     from compiled_llm.server.engine_process.engine_server import EngineServer
@@ -256,7 +239,7 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
         logger.log(level, "compiled_llm: ready")
         return engine, ready
 
-    run(server, prepare, drain_seconds, operations, kept)
+    run(server, prepare, served.drain_seconds, operations, kept)
 
 
 def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) -> tuple[Engine, Ready]:
@@ -271,7 +254,9 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     source = fetched(source, progress=served.shows_progress)
     images = feature("images", "server") if served.images else None
     place = processor_place(source) if images else None
-    loaded, tokenizer = load(source, served.dtype, served.device, served.shows_progress, sees=place is not None)
+    loaded, tokenizer = load(
+        source, served.dtype.value, served.device.value, served.shows_progress, sees=place is not None
+    )
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     options = {"watch_model": False, "grammar_worker": worker, **served.engine_options()}
     processor = None if images is None or place is None else images.processor_of(lambda: load_processor(place))
@@ -280,9 +265,10 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     ready = ready_of(model, engine, source.name, tokenizer, *named, served.pooling)
     if ready.images:
         logger.info(
-            "compiled_llm: a request can have %d pictures (--limit-mm-per-prompt); up to %g GiB keep what the encoder "
+            "compiled_llm: a request can have %d images (--limit-mm-per-prompt); up to %g GiB keep what the encoder "
             "makes of them (--mm-encoder-cache-gb)",
-            *(served.images, served.mm_encoder_cache_gb),
+            served.images,
+            served.mm_encoder_cache_gb,
         )
     if ready.pooled.silent is None:
         served.prepare(engine, bool(ready.form_ends))
@@ -293,8 +279,8 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     return engine, ready
 
 
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().absolute()
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
 
 
 def _step_limit(text: str) -> MaxStep:

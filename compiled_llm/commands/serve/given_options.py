@@ -41,7 +41,8 @@ def from_file(context: typer.Context, file: Path) -> dict[str, GivenOption]:
         name = key.replace("-", "_")
         if name in found:
             raise ValueError(f"{place}: was given in line {lines[name]} already; leave one of them out")
-        found[name], lines[name] = GivenOption(_checked(context, name, value, place, _in_file), place), line
+        found[name] = GivenOption(_checked(context, name, value, place, _in_file), place)
+        lines[name] = line
     return found
 
 

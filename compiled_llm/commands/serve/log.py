@@ -102,7 +102,8 @@ class _Json(logging.Formatter):
         more = dict(getattr(record, "request", {}))
         if record.exc_info is not None:
             more["traceback"] = self.formatException(record.exc_info)
-        level, message = record.levelname.lower(), record.getMessage().removeprefix(_PREFIX)
+        level = record.levelname.lower()
+        message = record.getMessage().removeprefix(_PREFIX)
         return _json(datetime.fromtimestamp(record.created, timezone.utc), level, message, **more)
 
 

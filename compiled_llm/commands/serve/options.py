@@ -85,24 +85,24 @@ StreamInterval = Annotated[
 ]
 AllowedLocalMediaPath = Annotated[
     Path | None,
-    _http(metavar="PATH", help="Let requests name pictures below this folder by file: URLs."),
+    _http(metavar="PATH", help="Let requests name images below this folder by file: URLs."),
 ]
 AllowedMediaDomains = Annotated[
     list[str] | None,
     _http(
         metavar="HOST",
-        help="Let requests name pictures at addresses of this host. Can be given several times.",
+        help="Let requests name images at addresses of this host. Can be given several times.",
     ),
 ]
 MaxBodyBytes = Annotated[
     int | None,
     _http(
         metavar="BYTES",
-        help="Refuse longer requests. Default: 8 MiB, or 32 with pictures.",
+        help="Refuse longer requests. Default: 8 MiB, or 32 with images.",
     ),
 ]
-MaxImageBytes = Annotated[int, _http(metavar="BYTES", help="Refuse pictures with larger files.")]
-MaxImagePixels = Annotated[int, _http(metavar="PIXELS", help="Refuse pictures with more pixels.")]
+MaxImageBytes = Annotated[int, _http(metavar="BYTES", help="Refuse images with larger files.")]
+MaxImagePixels = Annotated[int, _http(metavar="PIXELS", help="Refuse images with more pixels.")]
 ApiServerCount = Annotated[
     int | None,
     _http(
@@ -166,14 +166,14 @@ LimitMmPerPrompt = Annotated[
     str | None,
     _serving(
         metavar="JSON",
-        help="Pictures a request can have: '{\"image\": 4}'. With 0, no eyes are loaded.",
+        help="Images a request can have: '{\"image\": 4}'. 0 disables image input: the vision tower is not loaded.",
     ),
 ]
 MmEncoderCacheGb = Annotated[
     float,
     _serving(
         metavar="GIB",
-        help="Keep so much of what the encoder makes of pictures.",
+        help="Cache up to this many GiB of encoded images.",
     ),
 ]
 Pooling = Annotated[

@@ -35,7 +35,8 @@ class VllmLine(NamedTuple):
 
 
 def read_line(arguments: Sequence[str]) -> VllmLine:
-    line, rest = VllmLine([], [], []), deque(arguments)
+    line = VllmLine([], [], [])
+    rest = deque(arguments)
     while rest:
         argument = rest.popleft()
         typed, equals, value = argument.partition("=")

@@ -95,12 +95,12 @@ VLLM_OPTIONS: dict[str, str] = {
     "--mm-processor-kwargs --media-io-kwargs --mm-encoder-only --mm-encoder-tp-mode --mm-encoder-attn-backend "
     "--mm-encoder-attn-dtype --mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-margin "
     "--mm-encoder-fp8-scale-save-path --skip-mm-profiling --disable-chunked-mm-input": "leave it out: HuggingFace's "
-    "processor and encoder see pictures, as the model's own files say",
+    "processor and encoder see images, as the model's own files say",
     "--mm-processor-cache-gb --mm-processor-cache-type --mm-shm-cache-max-object-size-mb --mm-tensor-ipc": "leave it "
-    "out: pages of pictures are kept as those of text",
-    "--enable-mm-embeds --interleave-mm-strings --video-pruning-rate": "pictures are files in messages; neither "
+    "out: pages of images are kept as those of text",
+    "--enable-mm-embeds --interleave-mm-strings --video-pruning-rate": "images are files in messages; neither "
     "embeddings nor videos are served",
-    "--language-model-only": "give --limit-mm-per-prompt with 0 pictures: the model is loaded without its eyes",
+    "--language-model-only": "give --limit-mm-per-prompt with 0 images: the vision tower is not loaded",
     # ---- what is answered
     "--tool-call-parser --tool-parser-plugin --enable-auto-tool-choice --exclude-tools-when-tool-choice-none "
     "--reasoning-parser --reasoning-parser-plugin --reasoning-config": _RESPONSE_TEMPLATE,

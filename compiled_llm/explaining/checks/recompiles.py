@@ -23,7 +23,8 @@ _FORGOTTEN = "what failed is no longer known (Dynamo remembers the last 64 compi
 
 def recompiles_of(function: Callable[..., Any], program: str, model: nn.Module) -> list[Finding]:
     """Return a finding for each time that a program was compiled again."""
-    graphs, reasons = compiled_graphs(function), recompile_reasons(function)
+    graphs = compiled_graphs(function)
+    reasons = recompile_reasons(function)
     found = [_finding(reason, number, graphs, program, model) for number, reason in reasons.items()]
     if not found and len(graphs) > 1:
         reason, advice = advise_change("")
@@ -51,17 +52,26 @@ def _finding(reason: str, number: str, graphs: list[CompiledGraph], program: str
     old = new = ""
     what = _readable(guard)
     if match := _MISMATCH.search(guard):
-        what, old, new = f"{match['how']} of {_readable(match['what'])}", match["old"], match["new"]
+        what = f"{match['how']} of {_readable(match['what'])}"
+        old = match["old"]
+        new = match["new"]
         place = _used_at(match["what"], graphs) or place
     elif match := _TYPE.search(guard):
-        what, old = _readable(match["what"]), (match["old"] or "").rpartition(".")[2]
+        what = _readable(match["what"])
+        old = (match["old"] or "").rpartition(".")[2]
         exchanged = _module_at(what, model)
         if exchanged is not None:
-            new, place, said = type(exchanged).__name__, _home(exchanged) or place, "module was exchanged"
+            new = type(exchanged).__name__
+            place = _home(exchanged) or place
+            said = "module was exchanged"
     elif guard.startswith("not "):
-        what, old, new = _readable(guard.removeprefix("not ")), "empty", "filled"
+        what = _readable(guard.removeprefix("not "))
+        old = "empty"
+        new = "filled"
     elif match := _EQUAL.fullmatch(guard):
-        what, old, new = _readable(match["what"]), match["old"], _value_in(match["what"], newer)
+        what = _readable(match["what"])
+        old = match["old"]
+        new = _value_in(match["what"], newer)
     sentence, advice = advise_change(said)
     return Finding("recompile", place, sentence, advice, (program,), reason.strip(), what, old, new)
 

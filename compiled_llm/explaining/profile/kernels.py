@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +41,24 @@ class KernelLaunch:
     end: float
 
 
+@dataclass(frozen=True)
+class Spent:
+    """What launches of one kind, or of one name, take in one step."""
+
+    name: str
+    us: float
+    launches: float
+
+
+def spent_by(name_of: Callable[[KernelLaunch], str], launches: Sequence[KernelLaunch], steps: int) -> list[Spent]:
+    """Return what one of the steps spends on launches of each name, the longest first."""
+    times: dict[str, list[float]] = {}
+    for launch in launches:
+        times.setdefault(name_of(launch), []).append(launch.us)
+    spent = [Spent(name, sum(us) / steps, len(us) / steps) for name, us in times.items()]
+    return sorted(spent, key=lambda one: one.us, reverse=True)
+
+
 def kind_of(names: Iterable[str]) -> str:
     """Return the kind of a kernel by its name and those of the operators around it: in attention, all is attention."""
     whole = ("attention", "rotary and page append", "page append")
@@ -50,7 +68,8 @@ def kind_of(names: Iterable[str]) -> str:
 
 def busy_us(launches: Iterable[KernelLaunch]) -> float:
     """Return how long at least one of the launches ran: they may overlap."""
-    busy, reached = 0.0, float("-inf")
+    busy = 0.0
+    reached = float("-inf")
     for launch in sorted(launches, key=lambda launch: launch.start):
         busy += max(0.0, launch.end - max(launch.start, reached))
         reached = max(reached, launch.end)

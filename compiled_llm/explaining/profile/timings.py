@@ -10,18 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.gate import wait_for_device
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.progress import ProgressDisplay
-from compiled_llm.explaining.profile.bandwidth import read_bandwidth
-from compiled_llm.explaining.profile.breakdown import Breakdown, kernels_of, kinds_of, moved_by_decode, moved_by_prefill
-from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
-from compiled_llm.explaining.profile.step_bytes import StepBytes, prepared_bytes, step_bytes
+from compiled_llm.explaining.profile.kernels import KernelLaunch, KernelProfiler, Spent, busy_us, spent_by
 
 Prompts = Sequence[NDArray[np.int64]]
 
@@ -34,20 +29,30 @@ _STEPS = 2 + _WARM + _RUNS * _RUN + _RUN + _PROFILED
 _PROMPT = 128
 # Prefill of all rows together; with many of them, prompts are shorter.
 _TOKENS = 1024
+# What is kept of kernels.
+_TOP = 25
+_LONGEST_NAME = 160
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One program's time."""
+    """Where the time of one program's step goes; times are in microseconds."""
 
     program: str  # ``prefill``, or ``decode``
     rows: int
     tokens: int  # in prefill, all new tokens; in decode, those of an average row, in the middle of the profiled steps
-    breakdown: Breakdown
+    measured: str  # ``kernels``, or on a CPU ``operators``
+    steps: int  # how many steps were profiled
+    step_us: float  # one step without the profiler: the median over the runs
+    busy_us: float  # the time in a step during which any kernel ran
+    host_us: float | None  # the host's time for the launch of a step; None where that was not measured
+    kinds: list[Spent]
+    kernels: list[Spent]  # the kernels that took longest
 
     def data(self) -> dict[str, Any]:
-        named = {"program": self.program, "rows": self.rows, "tokens": self.tokens}
-        return {**named, **asdict(self.breakdown), **self.breakdown.figures()}
+        gaps = max(0.0, self.step_us - self.busy_us)
+        launches = sum(kind.launches for kind in self.kinds)
+        return {**asdict(self), "gaps_us": gaps, "launches": launches}
 
 
 def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: int) -> int:
@@ -55,9 +60,7 @@ def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: i
     return max(batches) * (-(-(longest + _STEPS) // page_size) + 1) * page_size
 
 
-def measure(
-    model_runner: ModelRunner, model: PreTrainedModel, batches: Sequence[int], prompts: Prompts | None, progress: bool
-) -> list[Timing]:
+def measure(model_runner: ModelRunner, batches: Sequence[int], prompts: Prompts | None, progress: bool) -> list[Timing]:
     """Time prefill and a decode step at some batch sizes; buckets that are not compiled yet are compiled first.
 
     Raises:
@@ -65,23 +68,17 @@ def measure(
         ValueError: the model has too few positions for what is timed.
     """
     _check_positions(model_runner, prompts)
-    display, steps = (
-        ProgressDisplay(progress),
-        sorted({model_runner.steps.decode_of(size) for size in batches}),
-    )
+    steps = sorted({model_runner.steps.decode_of(size) for size in batches})
     for step in steps:
         model_runner.thread.call(model_runner.steps.ready, step)
     model_runner.thread.call(model_runner.prefill.make_ready)
-    with display.task("measuring the read bandwidth"):
-        bench = _Stopwatch(model_runner, model, read_bandwidth(model_runner.device, model.dtype))
-        if model_runner.device.type == "cuda":
-            torch.cuda.empty_cache()  # it took gigabytes, which others may need
-    timings = []
+    display = ProgressDisplay(progress)
+    stopwatch = _Stopwatch(model_runner)
     with display.task("timing prefill"):
-        timings.append(bench.prefill(_prompts(prompts, steps[0].rows, model_runner)))
+        timings = [stopwatch.prefill(_prompts(prompts, steps[0].rows, model_runner))]
     for number, step in enumerate(steps, 1):
         with display.task(f"timing decode bucket {step.rows} ({number} of {len(steps)})"):
-            timings.append(bench.decode(_prompts(prompts, step.rows, model_runner)))
+            timings.append(stopwatch.decode(_prompts(prompts, step.rows, model_runner)))
     return timings
 
 
@@ -102,25 +99,17 @@ def _prompts(prompts: Prompts | None, rows: int, model_runner: ModelRunner) -> P
 
 
 class _Stopwatch:
-    def __init__(self, model_runner: ModelRunner, model: PreTrainedModel, bandwidth: float) -> None:
-        self._model_runner, self._model, self._bandwidth = model_runner, model, bandwidth
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self._model_runner = model_runner
         self._cuda = model_runner.device.type == "cuda"
 
     def prefill(self, prompts: Prompts) -> Timing:
         for _ in range(_WARM):
             self._seconds_of_prefill(prompts)
         seconds = statistics.median(self._seconds_of_prefill(prompts) for _ in range(_RUNS))
-        profiler = KernelProfiler(self._model_runner.device)
-        with profiler, self._admitted(prompts) as generate_loop:
-            profiler.start()
-            generate_loop.step()
-            profiler.stop()
-        tokens = sum(map(len, prompts))
-        state = self._model_runner.state
-        nbytes, prepared = step_bytes(self._model, 1, state), prepared_bytes(state.facts.layers, self._model.dtype)
-        moved = moved_by_prefill(nbytes, prepared, tokens, profiler.launches)
-        found = self._breakdown(profiler, 1, seconds, StepBytes(nbytes.weights, 0, 0), moved, len(prompts), None)
-        return Timing("prefill", len(prompts), tokens, found)
+        with self._admitted(prompts) as generate_loop:
+            launches = self._profiled(generate_loop, 1)
+        return self._timing("prefill", prompts, sum(map(len, prompts)), launches, 1, seconds, None)
 
     def decode(self, prompts: Prompts) -> Timing:
         with self._admitted(prompts) as generate_loop:
@@ -129,40 +118,41 @@ class _Stopwatch:
             self._seconds(generate_loop, _WARM)
             seconds = statistics.median(self._seconds(generate_loop, _RUN) / _RUN for _ in range(_RUNS))
             host = statistics.fmean(self._launch_seconds(generate_loop) for _ in range(_RUN))
-            with KernelProfiler(self._model_runner.device) as profiler:
-                profiler.start()
-                for _ in range(_PROFILED):
-                    generate_loop.step()
-                profiler.stop()
+            launches = self._profiled(generate_loop, _PROFILED)
             context = sum(row.exact_length for row in generate_loop.rows) // len(prompts) - _PROFILED // 2
-        nbytes = step_bytes(self._model, context, self._model_runner.state)
-        moved = moved_by_decode(nbytes, len(prompts))
         # Where host and device are one, launching a step is running it.
         host_us = 1e6 * host if self._cuda else None
-        found = self._breakdown(profiler, _PROFILED, seconds, nbytes, moved, len(prompts), host_us)
-        return Timing("decode", len(prompts), context, found)
+        return self._timing("decode", prompts, context, launches, _PROFILED, seconds, host_us)
 
-    def _breakdown(
+    def _profiled(self, generate_loop: GenerateLoop, steps: int) -> list[KernelLaunch]:
+        with KernelProfiler(self._model_runner.device) as profiler:
+            profiler.start()
+            for _ in range(steps):
+                generate_loop.step()
+            profiler.stop()
+        return profiler.launches
+
+    def _timing(
         self,
-        profiler: KernelProfiler,
+        program: str,
+        prompts: Prompts,
+        tokens: int,
+        launches: list[KernelLaunch],
         steps: int,
         seconds: float,
-        nbytes: StepBytes,
-        moved: dict[str, int | None],
-        rows: int,
         host_us: float | None,
-    ) -> Breakdown:
-        return Breakdown(
+    ) -> Timing:
+        return Timing(
+            program=program,
+            rows=len(prompts),
+            tokens=tokens,
             measured="kernels" if self._cuda else "operators",
-            step_us=1e6 * seconds,
-            busy_us=busy_us(profiler.launches) / steps,
             steps=steps,
-            weight_bytes=nbytes.weights,
-            kv_bytes=rows * nbytes.kv_per_row,
-            read_bandwidth=self._bandwidth,
+            step_us=1e6 * seconds,
+            busy_us=busy_us(launches) / steps,
             host_us=host_us,
-            kinds=kinds_of(profiler.launches, steps, moved),
-            kernels=kernels_of(profiler.launches, steps),
+            kinds=spent_by(lambda launch: launch.kind, launches, steps),
+            kernels=spent_by(lambda launch: launch.name[:_LONGEST_NAME], launches, steps)[:_TOP],
         )
 
     @contextmanager

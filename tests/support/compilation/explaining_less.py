@@ -12,10 +12,9 @@ from compiled_llm.explaining.tracing import Sandbox
 
 
 def explain_less(patch: pytest.MonkeyPatch) -> None:
-    """Have it trace prefill alone, and time few steps beside no bandwidth: tests/explaining has all of it."""
+    """Have it trace prefill alone, and time few steps: tests/explaining has all of it."""
     run_one_batch(patch)
     patch.setattr(tracing, "_STEPS", 1)
-    patch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
     for name in ("_WARM", "_RUNS", "_RUN", "_PROFILED"):
         patch.setattr(timings, name, 1)
 

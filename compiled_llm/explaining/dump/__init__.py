@@ -1,1 +1,0 @@
-"""A dump of every stage between a line of Python and its kernels."""
