@@ -22,7 +22,6 @@ FEATURES = {
     "recurrent layers": ["compiled_llm.kinds.recurrent"],
     "packed": ["compiled_llm.model.packed.part"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
-    "check_pages": ["compiled_llm.execution.taps.page_check"],
     "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],

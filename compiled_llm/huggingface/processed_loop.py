@@ -54,7 +54,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
                 break
             if not ahead:
                 steps.launch(tokens)
-        call.cache.generate_loop.report_wrong_pages()
+        call.cache.generate_loop.let_taps_report()
         if call.returns_cache:
             trim_cache(call, rows, {}, sequences)
     call.cache.count(sequences.generated - 1)

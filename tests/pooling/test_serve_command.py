@@ -22,7 +22,7 @@ def served(folder: Path, model: Any, **options: Any) -> Any:
     byte_level().save_pretrained(folder)
     given = {"model": str(folder), "mode": "eager", "backend": "auto", "dtype": "auto", "device": "cpu", "warmup": []}
     given |= {"max_num_seqs": 4, "max_step_ms": "auto", "eager_first": False, "batch_invariant": False, "quiet": True}
-    given |= {"check_pages": "off", "kv_memory": "400 tokens", "mm_encoder_cache_gb": 0.0, "log_level": "info"}
+    given |= {"kv_memory": "400 tokens", "mm_encoder_cache_gb": 0.0, "log_level": "info"}
     named = {**dict.fromkeys(ServeOptions._fields), **given, **options}
     return _prepared(ServeOptions(**named), locate(str(folder), progress=False), None)
 

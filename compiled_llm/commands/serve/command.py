@@ -17,7 +17,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
+from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.commands.serve import options
@@ -70,7 +70,6 @@ class ServeOptions(NamedTuple):
     quiet: bool
     kv_scales: Path | None
     batch_invariant: bool
-    check_pages: str
     speculative_config: str | None
     limit_mm_per_prompt: str | None = None
     mm_encoder_cache_gb: float = MM_ENCODER_CACHE_GB
@@ -95,7 +94,7 @@ class ServeOptions(NamedTuple):
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
         scales = {} if self.kv_scales is None else {"kv_scales": KVScales.load(self.kv_scales)}
-        names = ("mode", "backend", "kv_dtype", "batch_invariant", "check_pages")
+        names = ("mode", "backend", "kv_dtype", "batch_invariant")
         options = {name: getattr(self, name) for name in names}
         options["eager_first"] = self.eager_first and not self.batch_invariant
         return {**options, "progress": self.shows_progress, **memory, **scales, **artifacts}
@@ -153,7 +152,6 @@ def serve(
     kv_dtype: shared.KeysAndValues = None,
     kv_scales: shared.ScalesFile = None,
     batch_invariant: shared.BatchInvariant = False,
-    check_pages: shared.CheckPages = PageChecks.off,
     artifacts: shared.Artifacts = None,
     log_level: options.ShownLevel = LogLevel.info,
     log_format: options.ShownFormat = LogFormat.text,
@@ -183,7 +181,6 @@ def serve(
             *(log_level.value, log_format.value, quiet),
             kv_scales=_absolute(kv_scales),
             batch_invariant=batch_invariant,
-            check_pages=check_pages.value,
             speculative_config=speculative_config,
             limit_mm_per_prompt=limit_mm_per_prompt,
             mm_encoder_cache_gb=mm_encoder_cache_gb,

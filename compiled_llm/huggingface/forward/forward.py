@@ -273,7 +273,7 @@ def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: Any) ->
             of_part = _checked_forward(runtime, cache, part, wanted)
             logits.append(of_part[0])
             emitted.append(of_part[1])
-            cache.generate_loop.report_wrong_pages()
+            cache.generate_loop.let_taps_report()
         finally:
             cache.close()
     if len(logits) == 1:
