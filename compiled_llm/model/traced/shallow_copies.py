@@ -27,8 +27,12 @@ def with_another(module: nn.Module, path: Sequence[str], change: Callable[[nn.Mo
     name, *rest = path
     inner = module._modules[name]
     assert inner is not None, "there is a module at the path"
-    children = {**module._modules, name: with_another(inner, rest, change)}
-    return shallow_copy(module, _modules=children)
+    return with_children(module, {name: with_another(inner, rest, change)})
+
+
+def with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> Any:
+    """Return a copy of ``module`` with other children of these names; itself if there are none."""
+    return shallow_copy(module, _modules={**module._modules, **children}) if children else module
 
 
 class ShallowCopies:
