@@ -16,10 +16,10 @@ from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTables
 from compiled_llm.execution.drafts.texts import Texts
-from compiled_llm_ops.contracts.page_checks import CHAIN_KNOWN, CHAIN_ORIGIN, CHAIN_SKIPPED
 from support.compilation.drafted_cases import DRAFTERS, SETTINGS, START, STEPS, case_of, check, ngrams_of
 from support.compilation.drafted_rows import Known, Rows, always, never, parts_of, some_of, sometimes, tiny_model
 from support.execution.page_checks import check_pages
+from support.ops.page_tags import CHAIN_KNOWN, CHAIN_ORIGIN, CHAIN_SKIPPED
 
 OF_ROWS = "slots", "positions", "lengths", "starts"
 

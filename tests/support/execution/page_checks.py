@@ -33,9 +33,8 @@ from compiled_llm.kvcache.pool import RowWatch
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import build_table
-from compiled_llm_ops import check_pages as op
-from compiled_llm_ops.attention.check_pages import PageFault, chain_after, chain_before, fault_of
-from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, FAULT_ROW_BITS, NO_FAULT
+from support.ops.check_pages import PageFault, chain_after, chain_before, check_pages as op, fault_of
+from support.ops.page_tags import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, FAULT_ROW_BITS, NO_FAULT
 
 
 class WrongPageError(RuntimeError):
