@@ -63,7 +63,7 @@ class ActiveAdapters:
         self._memory = _AdapterMemory(self._memory.own)
         with torch.inference_mode(False):
             copies = _AdapterCopies(self._memory.place if self._fixed else _alias)
-            self._children = copies.of_children(model) if self._values else {}
+            self._children = copies.copy_children(model) if self._values else {}
 
 
 class _AdapterMemory:

@@ -39,7 +39,9 @@ class BatchAnswers:
         """Deliver outputs to ``router``, and call ``ended`` once all answers are over."""
         answers = zip(states, handle.answers, strict=True)
         self._open = {state.request_id: _Open(state, answer) for state, answer in answers}
-        self._handle, self._router, self._ended = handle, router, ended
+        self._handle = handle
+        self._router = router
+        self._ended = ended
         self._lock = threading.RLock()  # also while outputs are delivered, so that the last one is delivered last
 
     @property

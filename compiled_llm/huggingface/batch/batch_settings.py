@@ -44,20 +44,32 @@ from compiled_llm.requests.sampling_params import SamplingParams
 logger = logging.getLogger("compiled_llm.generate")
 
 _SEEDS = 2**62
-_ANY_PROMPT, _ANY_LENGTH = (0, 0), 20
+_ANY_PROMPT = (0, 0)
+_ANY_LENGTH = 20
 _OF_ANY_PROMPT = (
-    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
 )
 """Those that HuggingFace makes alike for all prompts."""
 _BETWEEN_STEPS = (
-    *(EncoderRepetitionPenaltyLogitsProcessor, ExponentialDecayLengthPenalty),
-    *(TopHLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper),
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    TopHLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
 )
 HONOURED = frozenset(
     {
-        *("max_requests_per_batch", "allow_block_sharing", "return_logprobs", "seed"),
-        *("per_request_processors", "drop_unsupported_processors"),
+        "max_requests_per_batch",
+        "allow_block_sharing",
+        "return_logprobs",
+        "seed",
+        "per_request_processors",
+        "drop_unsupported_processors",
     }
 )
 """Fields of ``ContinuousBatchingConfig`` that do here what they do in HuggingFace's manager."""
@@ -154,7 +166,8 @@ class BatchSettings:
         """Return the processors of one request, with its ``own`` settings."""
         found = self.processors
         if not (self.replaced or all(type(each) in _OF_ANY_PROMPT for each in found)):
-            ends, device = params.stop_token_ids or (), "cpu" if self.in_graph else self.model.device
+            ends = params.stop_token_ids or ()
+            device = "cpu" if self.in_graph else self.model.device
             found = processors_of(self.model, self.generation, prompt, params.max_tokens or 0, ends, device)
         return LogitsProcessorList(_with(own, each) for each in found if _is_served(each))
 

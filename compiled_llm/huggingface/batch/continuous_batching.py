@@ -48,7 +48,8 @@ def manager_for(
     if runtime.asleep:  # HuggingFace's own would take what memory there is
         raise RuntimeError("generate_batch: the model is asleep, and has no pages; call wake() on its engine")
     model.eval()
-    kept, reason = kept_manager(model), runtime.obstacle()
+    kept = kept_manager(model)
+    reason = runtime.obstacle()
     if isinstance(kept, EngineManager) and reason is not None:
         forget_kept_manager(model)
         kept = None
@@ -64,7 +65,8 @@ def manager_for(
     took(runtime, "engine")
     runtime.counters.passed(passed_over(model, runtime.facts.version))
     settings.warn_of_what_has_no_effect()
-    room, requests = runtime.config.max_batch_size, getattr(hints, "num_requests", 0)
+    room = runtime.config.max_batch_size
+    requests = getattr(hints, "num_requests", 0)
     return EngineManager(model, settings, _rows(settings.batching, room, requests), requests)
 
 
@@ -202,7 +204,9 @@ class EngineManager(ManagerParts):
             answers.follow()
 
     def _prepared(self, state: RequestState) -> RequestHandle:
-        settings, prompt, limit = self._settings_now(), state.initial_tokens, state.max_new_tokens
+        settings = self._settings_now()
+        prompt = state.initial_tokens
+        limit = state.max_new_tokens
         self._processors.check_kwargs(state.logit_processor_kwargs)
         params = settings.params(
             state.logit_processor_kwargs,

@@ -165,7 +165,7 @@ class PackedStandIns:
         read = {module: said for module, (_, said) in found.items() if isinstance(said, ReadWeight)}
         self._modules = {module: self._standing_for(module, said) for module, said in read.items()}
         self._named = {found[module][0]: Member(module, own) for module, own in self._modules.items()}
-        self._children = ShallowCopies(self._modules).of_children(model)
+        self._children = ShallowCopies(self._modules).copy_children(model)
         counted = _counted(said for _, said in found.values())
         self._copied_by_readers = sum(said.copied for said in read.values())
         self.scratch = max((scratch_bytes(said.weight, model.dtype) for said in read.values()), default=0)
