@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compiled_llm.huggingface.traced_hook import traced_hook
     from compiled_llm.huggingface.wrap import unwrap, wrap
     from compiled_llm.kinds.refusals import UnsupportedModelError
-    from compiled_llm.kvcache.errors import OutOfPagesError, WrongPageError
+    from compiled_llm.kvcache.errors import OutOfPagesError
     from compiled_llm.requests.outputs import RequestOutput
     from compiled_llm.requests.sampling_params import SamplingParams
     from compiled_llm.requests.structured_outputs import StructuredOutputsParams
@@ -46,7 +46,6 @@ __all__ = [
     "StructuredOutputsParams",
     "UnsupportedModelError",
     "WrapConfig",
-    "WrongPageError",
     "demo",
     "explain",
     "kv_scales",
@@ -73,7 +72,6 @@ _HOMES = {
     "StructuredOutputsParams": "compiled_llm.requests.structured_outputs",
     "UnsupportedModelError": "compiled_llm.kinds.refusals",
     "WrapConfig": "compiled_llm.config",
-    "WrongPageError": "compiled_llm.kvcache.errors",
     "demo": "compiled_llm.demo_model.demo",
     "explain": "compiled_llm.explaining.explainer",
     "kv_scales": "compiled_llm.huggingface.kv_scales",

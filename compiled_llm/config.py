@@ -25,7 +25,6 @@ CUDA_GRAPH_MODES = ("cuda-graphs", "piecewise")
 WAITING_MODES = ("eager", "piecewise")
 """The modes in which attention may wait for the device."""
 
-CheckPages = Literal["off", "log", "raise"]
 
 OWN_BACKENDS = ("auto", "flashinfer", "triton", "flash-attn", "torch", "reference")
 """Values of ``backend`` that no other package brings; named here, too, so that checking them does not import torch."""
@@ -176,10 +175,6 @@ class WrapConfig:
             numbers from 0 on, or ``"all"``. A layer's attention module has the variant's tensors under their names, as
             buffers or parameters, or calls its attention with them; those by query are ``[batch, tokens, ...]`` there.
             Windows of layers remain. On CUDA only with ``backend="auto"``.
-        check_pages: check in each step that rows read their own pages, by tags beside the slots of these, which take 8
-            bytes a token. With ``"log"`` wrong tags are counted, and the first is logged: a row has read another row's
-            page, or a slot that was never written. With ``"raise"`` ``generate`` raises ``WrongPageError``, and in
-            an engine the requests that are running end with it.
         packed: whose kernels multiply weights of 4 or 8 bits that another library has made. ``"auto"`` takes ours where
             we can read the weight as it lies in memory, and leaves the rest to the library; True refuses a model with a
             layer that would be left to it, False leaves all to it. ``stats().weights`` says which are whose.
@@ -218,7 +213,6 @@ class WrapConfig:
     kv_dtype: KVDtype | None = None
     kv_scales: KVScales | None = None
     variants: Mapping[str, Sequence[int] | Literal["all"]] | None = None
-    check_pages: CheckPages = "off"
     packed: bool | Literal["auto"] = "auto"
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
@@ -242,10 +236,6 @@ class WrapConfig:
             if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
         self._check_switches()
-        if self.check_pages not in get_args(CheckPages):
-            raise ValueError(
-                f"check_pages={self.check_pages!r}: choose one of {', '.join(map(repr, get_args(CheckPages)))}"
-            )
         self._check_features()
         self._check_artifacts()
         self._check_kv()
@@ -275,8 +265,6 @@ class WrapConfig:
         for name in ("cascade", "packed", "images_in_steps"):
             if getattr(self, name) is True:
                 check_has("images" if name == "images_in_steps" else name, f"{name}=True")
-        if self.checks_pages:
-            check_has("check_pages", f"check_pages={self.check_pages!r}")
 
     def _check_artifacts(self) -> None:
         if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":
@@ -376,11 +364,6 @@ class WrapConfig:
     def graph_budget(self) -> tuple[int | None, int | None]:
         """Bytes that captured graphs may take, and how many there may be; None for any."""
         return parse_graph_memory(self.graph_memory), self.max_graphs
-
-    @property
-    def checks_pages(self) -> bool:
-        """Whether steps check that rows read their own pages."""
-        return self.check_pages != "off"
 
     def mode_on(self, device: str) -> Mode:
         """Return the mode by which a kind of device runs, ``"cpu"`` or ``"cuda"``: a CPU captures no CUDA graphs."""

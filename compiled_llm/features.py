@@ -23,7 +23,6 @@ FEATURES = {
     "packed": ["compiled_llm.model.packed.part"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "chat page": _modules("server.chat_page.page"),
-    "check_pages": ["compiled_llm.execution.taps.page_check"],
     "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],

@@ -25,7 +25,6 @@ from transformers import LlamaForCausalLM as Llama, PreTrainedModel, Qwen3ForCau
 
 from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compilation import backend as inductor, programs as programs
-from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.model import layer_probe
 from compiled_llm.model.probes.position_probe import DefaultPositions, default_positions
@@ -36,6 +35,7 @@ from support.compilation.first_worker import FirstWorker
 from support.compilation.libraries_once import build_libraries_once
 from support.compilation.quick_tracing import hasten_traces
 from support.drawing import BY_READING
+from support.execution.page_checks import checked_pages
 from support.left_out import LeftOut
 from support.ops.interpreting import (
     INTERPRETED,
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _lost = {"device": False}
 """Whether a kernel has ended this process's CUDA context."""
 _checking = {"pages": False}
-"""Whether models that are wrapped now check their pages, unless they say otherwise."""
+"""Whether models that are wrapped now check their pages."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -124,13 +124,7 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True, scope="session")
 def _gpu_tests_check_pages() -> Iterator[None]:
-    from_options = WrapConfig.from_options
-
-    def checked(options: dict[str, Any]) -> WrapConfig:
-        return from_options({"check_pages": "raise", **options} if _checking["pages"] else options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WrapConfig, "from_options", checked)
+    with checked_pages(lambda: _checking["pages"]):
         yield
 
 

@@ -24,7 +24,7 @@ def tool() -> Iterator[ModuleType]:
 
 
 RULES = ["linear", "normed", "chained", "attention", "cascade", "cascade-rule", "splitting", "captured"]
-RULES += ["invariant-linear", "invariant-attention", "packed-attention", "packed", "page-checks", "drafts"]
+RULES += ["invariant-linear", "invariant-attention", "packed-attention", "packed", "drafts"]
 RULES += ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend", "block-sparse", "cpu-linear"]
 
 

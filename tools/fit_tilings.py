@@ -41,7 +41,6 @@ from fitting.latents import latent_backend_cases, latent_decode_cases, latent_pr
 from fitting.linear import chained_cases, linear_cases, normed_cases
 from fitting.packed import packed_cases
 from fitting.packed_weights import packed_weight_cases
-from fitting.page_checks import page_check_cases
 from fitting.prefill import captured_cases, splitting_cases
 from fitting.sparse import block_sparse_cases
 from rich.console import Console
@@ -66,7 +65,6 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "invariant-attention": invariant_attention_cases,
     "packed-attention": packed_cases,
     "packed": packed_weight_cases,
-    "page-checks": page_check_cases,
     "drafts": draft_cases,
     "latent-decode": latent_decode_cases,
     "latent-prefill": latent_prefill_cases,

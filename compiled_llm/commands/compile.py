@@ -18,7 +18,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
+from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import MAX_NUM_SEQS, WrapConfig
@@ -67,7 +67,6 @@ def compile_ahead(
     device: shared.OnDevice = Device.auto,
     kv_dtype: shared.KeysAndValues = None,
     batch_invariant: shared.BatchInvariant = False,
-    check_pages: shared.CheckPages = PageChecks.off,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Compile a model into a folder, so that later processes can start without compiling.
@@ -78,7 +77,7 @@ def compile_ahead(
     """
     with readable_errors():
         options = {"mode": mode, "backend": backend, "kv_dtype": kv_dtype, "progress": not quiet}
-        options |= {"batch_invariant": batch_invariant, "check_pages": check_pages.value}
+        options |= {"batch_invariant": batch_invariant}
         sizes = _checked(options, max_num_seqs, warmup, profile)
         speculation = speculative_config_of(speculative_config)
         check_driver(device.value)

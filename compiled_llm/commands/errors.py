@@ -33,7 +33,7 @@ def complaint(error: Exception) -> str:
 
 
 _ARGUMENT = re.compile(
-    r"""\b(mode|backend|max_new_tokens|(?:kv_)?dtype|device|kv_memory|check_pages|batch_invariant|max_model_len|profile|(?:operations_)?uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)"""
+    r"""\b(mode|backend|max_new_tokens|(?:kv_)?dtype|device|kv_memory|batch_invariant|max_model_len|profile|(?:operations_)?uds)=('[^']*'|"[^"]*"|[^\s,;:)]+)"""
 )
 
 

@@ -3,15 +3,16 @@
 | what | for | without it | ends when |
 | --- | --- | --- | --- |
 | ``ContinuousBatchingManager`` with ``output_router``, ``_generation_thread``, ``_request_lock``, \
-``_request_counter``, ``_use_prefix_sharing``, ``is_tp_driver``, ``background_thread_status`` | its \
-``add_requests``, ``get_result``, iterators and result handlers run as they are \
+``_request_counter``, ``_use_prefix_sharing``, ``is_tp_driver``, ``background_thread_status``, ``input_queue``, \
+``cancel_queue``, ``_wake_up_loop`` (before 5.18 ``_has_new_requests``) | its ``add_request``, ``cancel_request``, \
+``join``, ``get_result``, iterators and result handlers run as they are \
 | ``generate_batch`` fails | ``generate_batch`` takes a manager |
 | ``BackgroundThreadStatus``: ``clear``, ``request_stop``, ``mark_as_stopped``, ``record_fatal_error``, \
 ``can_accept_new_requests`` | when requests are taken, and what ``transformers serve`` calls healthy \
 | requests are lost | the same |
 | ``OutputRouter.deliver_batch`` | outputs to queues and handlers | no outputs | the same |
-| ``RequestState``: ``to_generation_output``, ``logprobs``, ``_timestamps`` | outputs with HuggingFace's fields \
-and defaults | no outputs | ``GenerationOutput`` is documented |
+| ``RequestState``: ``to_generation_output``, ``fork``, ``num_children``, ``logprobs``, ``_timestamps`` | outputs \
+with HuggingFace's fields and defaults | no outputs | ``GenerationOutput`` is documented |
 | ``ContinuousBatchingLogitsProcessorList``: ``check_kwargs``, ``do_processing``, \
 ``logits_processor`` | which processors and settings of a request it takes | they would be accepted silently \
 | the same |
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +45,18 @@ from compiled_llm.compat.huggingface import with_end_tokens
 _KEPT = "_cached_continuous_batching_manager"
 
 
+class Inbox:
+    """The place into which HuggingFace's manager puts requests, in place of a queue: they are taken at once."""
+
+    def __init__(self, take: Callable[[Any], object]) -> None:
+        self._take = take
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._take(item)
+
+
 class ManagerParts(ContinuousBatchingManager):
-    """HuggingFace's manager without the part that runs the model: its ids, its queue of outputs, its thread."""
+    """HuggingFace's manager without the part that runs the model: its requests, its queue of outputs, its thread."""
 
     # Its attributes are set here: its own ``__init__`` changes the attention of the model.
 
@@ -65,16 +76,15 @@ class ManagerParts(ContinuousBatchingManager):
         self._request_counter = 0
         self._use_prefix_sharing = batching.allow_block_sharing
         self._leave = threading.Event()
+        self.input_queue: Any = Inbox(self.submit)
+        self.cancel_queue: Any = Inbox(self.cancel)
+        self._wake_up_loop = self._has_new_requests = threading.Event()  # nobody waits for it
 
-    def next_id(self) -> str:
-        with self._request_lock:
-            number, self._request_counter = self._request_counter, self._request_counter + 1
-        return f"req_{number}"
+    def submit(self, state: RequestState) -> None:
+        """Begin to answer a request; a fault of it becomes the ``error`` of its output."""
 
-    def refusal(self) -> str | None:
-        """Return why no request is taken now, or None."""
-        reason: str | None = self.background_thread_status.can_accept_new_requests()
-        return reason
+    def cancel(self, request_id: str) -> None:
+        """End a request, without any more output of it; its children go on, unless none has begun."""
 
     def start_thread(self, finish: Any) -> None:
         """Start a thread that waits for ``ask_to_stop``, and then runs ``finish``."""
@@ -157,6 +167,11 @@ def batched_processors(
 def listed(processors: Any) -> Sequence[Any]:
     """Return the processors in HuggingFace's list for batches, or in a plain one; ``clear`` puts a plain one there."""
     return processors.logits_processor if isinstance(processors, ContinuousBatchingLogitsProcessorList) else processors
+
+
+def with_children(state: RequestState) -> list[RequestState]:
+    """Return the states of a request and of its children, by HuggingFace's ids."""
+    return [state, *(state.fork(f"{state.request_id}__child#{number}") for number in range(state.num_children))]
 
 
 def note_times(state: RequestState, tokens: int) -> None:

@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.config import MAX_NUM_SEQS
 from compiled_llm.engine.admission.policies import AdmissionName
-from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.chunks.policies import MaxStep
-from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import LogprobsMode, check_fits, check_options, is_count, speculation_of
 from compiled_llm.engine.input_processing.input_processor import (
@@ -61,9 +59,9 @@ class Engine:
         processor: Any = None,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
-        max_step_ms: MaxStep | ChunkPolicy = "auto",
+        max_step_ms: MaxStep = "auto",
         mixed: Mixed = "auto",
-        admission: AdmissionName | Admission = "auto",
+        admission: AdmissionName = "auto",
         prefix_cache: bool = True,
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -88,17 +86,13 @@ class Engine:
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
                 far as steps so far tell; a warning says so if not even the smallest ones do. ``"auto"``, on CUDA, for
                 chunks that keep gaps between tokens short while answers are streamed and prompts come often; elsewhere,
-                and with None, chunks have ``prefill_tokens``, however long they take. Or, as an experiment, a policy of
-                your own, an object with a method ``plan(state)``
-                (``compiled_llm.engine.chunks.state``); if that fails, the log says so, and None goes on.
+                and with None, chunks have ``prefill_tokens``, however long they take.
             mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
                 ``prefill_tokens``; ``"auto"`` for where that is known to be faster: on CUDA, with weights of 8 GB or
                 more, beside short chunks of prompts. With ``batch_invariant=True`` of ``wrap`` nowhere.
-            admission: experimental; which policy lets requests begin while pages are short. ``"auto"`` estimates what
-                waiting costs, and what beginning does; ``"peak"`` lets one begin once all rows are likely to fit until
-                they end; ``"greedy"`` as soon as its text fits, as vLLM does. Or a policy of your own, an object with
-                a method ``plan(state)`` (``compiled_llm.engine.admission.state``); if that fails, the log says so, and
-                ``"auto"`` goes on.
+            admission: which policy lets requests begin while pages are short. ``"auto"`` estimates what waiting costs,
+                and what beginning does; ``"peak"`` lets one begin once all rows are likely to fit until they end;
+                ``"greedy"`` as soon as its text fits, as vLLM does.
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or

@@ -78,25 +78,17 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, Real) and float(value) > 0
 
 
-def _is_admission(value: Any) -> bool:
-    return value in POLICIES if isinstance(value, str) else _is_policy(value)
-
-
-def _is_policy(value: Any) -> bool:
-    return not isinstance(value, type) and callable(getattr(value, "plan", None))
-
-
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_num_seqs": (is_count, "1 or more"),
     "max_model_len": (lambda value: value is None or is_count(value), "1 or more, or None for the model's positions"),
     "max_step_ms": (
-        lambda value: value in (None, "auto") or is_positive(value) or _is_policy(value),
-        'milliseconds above 0, "auto", None for no limit, or an object with a method plan(state)',
+        lambda value: value in (None, "auto") or is_positive(value),
+        'milliseconds above 0, "auto", or None for no limit',
     ),
     "max_queue": (lambda value: value is None or is_count(value), "1 or more, or None for no limit"),
     "logprobs_mode": (get_args(LogprobsMode).__contains__, f"one of {', '.join(get_args(LogprobsMode))}"),
     "mixed": (lambda value: value == "auto" or isinstance(value, bool), 'True, False or "auto"'),
-    "admission": (_is_admission, f"one of {', '.join(POLICIES)}, or an object with a method plan(state)"),
+    "admission": (lambda value: isinstance(value, str) and value in POLICIES, f"one of {', '.join(POLICIES)}"),
     "grammar_timeout": (is_positive, "seconds above 0"),
     "mm_encoder_cache_gb": (lambda value: is_positive(value) or value == 0, "GiB, 0 for none"),
 }

@@ -214,8 +214,8 @@ class GenerateLoop:
             self._thread.call(self._pipeline.sample_late, self._next_masks())
         return self._pipeline.read(_by_row) if self._pipeline.unread else {}
 
-    def report_wrong_pages(self) -> None:
-        """Raise WrongPageError if a step read another row's page and ``check_pages`` says so; waits for all steps."""
+    def let_taps_report(self) -> None:
+        """Let watchers of all steps raise what these have shown, waiting for them."""
         for tap in self.model_runner.state.taps:
             self._thread.call(tap.report)
 

@@ -41,7 +41,6 @@ from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.features import feature
 from compiled_llm.kinds.scales import count_saturated, write_scales
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -130,8 +129,7 @@ class ModelRunner:
         self.max_positions = max_positions_of(model)
         self._matrix_bytes, shapes = matrix_bytes(model), _shapes_of(facts, config, self.max_positions)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
-        taps = [feature("check_pages", "execution").TAP] if config.checks_pages else []
-        self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps)
+        self.state = RunnerState(facts, config, self.max_positions, room.pages, states)
         self.pool = self.state.pool
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)

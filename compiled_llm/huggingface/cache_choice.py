@@ -166,7 +166,8 @@ class CacheChoice:
         return self.mode in _APPENDING_MODES and call is not None and not call.custom
 
     def _is_readable(self, cache: Cache) -> bool:
-        state, layers = self.runtime.model_runner().state, self.runtime.facts.layers
+        state = self.runtime.model_runner().state
+        layers = self.runtime.facts.layers
         if not self._appends or self.config.use_cache is False or type(cache) not in READABLE:
             return False
         if not readable(cache, layers, state, self.rows, self.max_row_tokens):
@@ -175,7 +176,8 @@ class CacheChoice:
 
     def _hides_in_window(self) -> bool:
         """Whether hidden tokens lie between others in a sliding window; for a ``PagedCache``, ``Call`` checks that."""
-        windows, mask = self.runtime.facts.windows, self.inputs.get("attention_mask")
+        windows = self.runtime.facts.windows
+        mask = self.inputs.get("attention_mask")
         if not windows or mask is None or (isinstance(self.given, PagedCache) and self.given.seen):
             return False
         shown: NDArray[np.bool_] = copies().of(mask).numpy() != 0

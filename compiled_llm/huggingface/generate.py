@@ -125,7 +125,7 @@ def fast_loop(
                     ends[rows[index]] = sequences.generated
                 else:
                     generate_loop.release(rows[index])
-        generate_loop.report_wrong_pages()
+        generate_loop.let_taps_report()
         if call.returns_cache:
             trim_cache(call, rows, {} if pads else ends, sequences)
     call.runtime.counters.add_steps(generate_loop.steps)

@@ -153,7 +153,7 @@ def run_huggingfaces_loop(
         took(call.runtime, "compiled forward", call.waits or reason or _reason_of_mode(call.config))
         with call.cache.generate_loop.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
             result = arguments.run(original)
-            call.cache.generate_loop.report_wrong_pages()
+            call.cache.generate_loop.let_taps_report()
             return _with_original(call, result)
 
 

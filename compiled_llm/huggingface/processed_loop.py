@@ -53,7 +53,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
                 break
             if not ahead:
                 steps.launch(tokens)
-        generate_loop.report_wrong_pages()
+        generate_loop.let_taps_report()
         if call.returns_cache:
             trim_cache(call, rows, {}, sequences)
     call.cache.count(sequences.generated - 1)

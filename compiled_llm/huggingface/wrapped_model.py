@@ -31,7 +31,7 @@ from compiled_llm.huggingface.call.current_call import (
     copies,
     current_call,
     goes_original,
-    new_cache,
+    made,
     took,
 )
 from compiled_llm.huggingface.call.other_inputs import reader_of
@@ -80,7 +80,7 @@ class WrappedModel:
             token = current_call.set(call)
             try:
                 result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-                if kwargs.get("custom_generate") is not None and not call.taken:
+                if kwargs.get("custom_generate") is not None and not call.paths:
                     took(self.compiled, "compiled forward", Reason("custom_generate"))
                 return result
             finally:
@@ -213,7 +213,7 @@ class WrappedModel:
         elif generation_config.use_cache is False:
             took(self.compiled, "compiled forward", Reason("use_cache"))
         elif cache is None and not choice.stands_in:
-            model_kwargs[argument] = new_cache(self.compiled, placement)
+            model_kwargs[argument] = made(self.compiled.new_cache(placement))
             return None
         elif isinstance(cache, PagedCache):
             check_belongs(self.compiled, cache)
@@ -321,8 +321,8 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__reduce_ex__": reduce_ex,
             "__setstate__": setstate,
         }
-        made = cast(type[PreTrainedModel], type(base.__name__, (WrappedModel, base), members))
-        _classes.setdefault(base, made)  # another thread may have been faster
+        wrapped = cast(type[PreTrainedModel], type(base.__name__, (WrappedModel, base), members))
+        _classes.setdefault(base, wrapped)  # another thread may have been faster
     return _classes[base]
 
 

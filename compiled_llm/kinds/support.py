@@ -30,7 +30,7 @@ class No(NamedTuple):
 
 Cell = Works | No
 FEATURES = (
-    *("kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "backend", "page_size"),
+    *("kv_dtype", "batch_invariant", "cascade", "mixed", "variants", "backend", "page_size"),
     *("window", "soft_cap", "captured_prefills", "drafts"),
     *("images", "left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache", "stepped_cache"),
 )
@@ -68,7 +68,7 @@ def _all(cell: Cell, *features: str) -> dict[str, Cell]:
 
 
 _PLAIN = {
-    **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size", "crop"),
+    **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "variants", "page_size", "crop"),
     **_all(YES, "captured_prefills", "drafts", "left_padding", "prefix_cache"),
     **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
     **_all(ASKED, "backend", "window", "soft_cap"),
@@ -82,7 +82,7 @@ UNEVEN = Support(
     {
         "kv_dtype": No("and such pages need one size"),
         "batch_invariant": _NO_KERNEL,
-        **_all(YES, "cascade", "mixed", "check_pages", "variants", "page_size", "crop", "captured_prefills", "drafts"),
+        **_all(YES, "cascade", "mixed", "variants", "page_size", "crop", "captured_prefills", "drafts"),
         **_all(YES, "left_padding", "prefix_cache"),
         **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
         **_all(ASKED, "backend", "window", "soft_cap"),
@@ -95,7 +95,7 @@ LATENT = Support(
         **_all(_NO_KERNEL, "kv_dtype", "cascade"),
         **_all(_UNWRAPPED, "window", "soft_cap"),
         "variants": No("which variants do not read", "leave it out"),
-        **_all(YES, "batch_invariant", "mixed", "check_pages", "page_size", "captured_prefills", "drafts"),
+        **_all(YES, "batch_invariant", "mixed", "page_size", "captured_prefills", "drafts"),
         **_all(YES, "crop", "left_padding", "prefix_cache"),
         **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
         "backend": ASKED,
@@ -124,7 +124,7 @@ BLOCKS = Support(
             "and pages must lie in one of them", "wrap with a page_size that divides {layer.kind.together}"
         ),
         "drafts": No("for the newest token alone", "leave drafts out, and feed in one token a step"),
-        **_all(YES, "kv_dtype", "cascade", "check_pages", "prefix_cache", "crop", "dynamic_cache"),
+        **_all(YES, "kv_dtype", "cascade", "prefix_cache", "crop", "dynamic_cache"),
         "stepped_cache": YES,
         **_all(ASKED, "window", "soft_cap"),
         "captured_prefills": UNCAPTURED,
@@ -138,7 +138,7 @@ VARIANT = Support(
     {
         **_all(No("and there are no such kernels for variants"), "batch_invariant", "cascade"),
         "soft_cap": No("which has no cap beside its own function", "write the cap into that"),
-        **_all(YES, "kv_dtype", "mixed", "check_pages", "variants", "page_size", "captured_prefills", "drafts"),
+        **_all(YES, "kv_dtype", "mixed", "variants", "page_size", "captured_prefills", "drafts"),
         **_all(YES, "left_padding", "prefix_cache", "crop"),
         **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
         **_all(ASKED, "backend", "window"),
@@ -153,7 +153,7 @@ RECURRENT = Support(
             "and has no state from before the last token",
             "go on with a copy of the cache (copy.deepcopy) that was made there, or compute the text again",
         ),
-        **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size"),
+        **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "variants", "page_size"),
         **_all(YES, "captured_prefills", "backend", "window", "soft_cap", "left_padding", "prefix_cache"),
         **_all(YES, "images", "dynamic_cache", "static_cache"),
         **_all(ORIGINAL, "stepped_cache"),

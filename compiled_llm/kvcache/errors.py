@@ -1,4 +1,4 @@
-"""What is raised of pages: where there is no room, or one is not the row's."""
+"""What is raised where there is no room for pages."""
 
 
 class OutOfPagesError(RuntimeError):
@@ -7,7 +7,3 @@ class OutOfPagesError(RuntimeError):
 
 class OutOfStatesError(OutOfPagesError):
     """A lack of free entries for states of rows; nothing was taken."""
-
-
-class WrongPageError(RuntimeError):
-    """A row has read a page that is not its own: its tokens are wrong from there on."""

@@ -43,7 +43,8 @@ class ModelFacts:
     """The properties of a model, as they were when its probes ran; it keeps no model alive."""
 
     # ``model_class`` is its own class, a wrapped model's is ours. A copy of the model begins without ``hooks``.
-    # ``refused`` is why the model, as it is since its probes ran again, cannot run over pages; None if it can.
+    # ``refused`` is why the model, as it is since its probes ran again, cannot run over pages; None if it can. ``taps``
+    # are the classes of ``RunnerTap`` that watch all steps of runners to come, of which at most one hears of rows.
 
     reference: weakref.ref[PreTrainedModel]
     model_class: type[PreTrainedModel]
@@ -55,6 +56,7 @@ class ModelFacts:
     hooks: TracedHooks = field(default_factory=TracedHooks)
     stand_ins: StandIns | None = None
     refused: UnsupportedModelError | None = None
+    taps: list[type[Any]] = field(default_factory=list, compare=False)
     _probed: int = 0
     _positions: MaxPositions = field(default_factory=MaxPositions)
 

@@ -6,7 +6,6 @@
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.cascade.attention import cascade_attention, cascade_attention_lse
 from compiled_llm_ops.attention.cascade.tables import CascadeTables, SharedRun, cascade_tables
-from compiled_llm_ops.attention.check_pages import check_pages
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.invariant import invariant_attention, invariant_attention_lse
 from compiled_llm_ops.attention.latent.append import append_latent
@@ -86,7 +85,6 @@ __all__ = [
     "cascade_tables",
     "causal_conv1d",
     "chained_linear",
-    "check_pages",
     "decode_attention",
     "decode_attention_lse",
     "decode_attention_variant",

@@ -311,7 +311,7 @@ def test_help_shows_every_option_in_its_panel() -> None:
         "Input --file --chat --system --image",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
         "Model --model --tokenizer --chat-template --mode --eager-first --backend --dtype --device --kv-dtype "
-        "--kv-scales --batch-invariant --check-pages --artifacts",
+        "--kv-scales --batch-invariant --artifacts",
         "Output --max-new-tokens --stop --json --quiet",
     ]
     for panel, names in zip(panels, options, strict=True):

@@ -18,9 +18,12 @@ from support.tiny_models import tiny_llama
 
 pytestmark = pytest.mark.core
 
-INHERITED = ("add_requests", "get_result", "__iter__", "request_id_iter", "register_result_handler", "is_running")
+INHERITED = (
+    *("add_request", "add_requests", "cancel_request", "join"),
+    *("get_result", "__iter__", "request_id_iter", "register_result_handler", "is_running"),
+)
 """HuggingFace's methods that run over our attributes."""
-OURS = ("add_request", "cancel_request", "stop", "join", "start", "warmup", "destroy")
+OURS = ("stop", "start", "warmup", "destroy")
 ENTRIES = ("generate_batch", "continuous_batching_context_manager", "destroy_cached_continuous_batching_manager")
 
 
@@ -61,23 +64,32 @@ def test_our_methods_take_what_huggingfaces_take(name):
 
 def test_a_thread_ends_when_it_is_asked_to_and_no_request_is_taken_then(parts):
     done = []
-    assert parts.refusal() is None
+    assert parts.add_request([5]) == "req_0"
     parts.start_thread(lambda: done.append(1))
     assert parts.is_running()
     parts.ask_to_stop(hard=False)
     parts.join(0.0)
     assert done == [1]
-    assert "stopping" in str(parts.refusal())
+    assert parts.add_request([5]) is None
     parts.start_thread(lambda: 1 / 0)
-    assert parts.refusal() is None
+    assert parts.add_request([5]) == "req_1"
     parts.ask_to_stop(hard=True)
     parts.join(0.0)
     assert isinstance(parts.background_thread_status.fatal_error, ZeroDivisionError)
 
 
-def test_ids_count_on_from_those_of_many_requests(parts, monkeypatch):
-    monkeypatch.setattr(parts, "add_request", lambda **_: None)
-    assert [parts.next_id(), *parts.add_requests([[5], [6]]), parts.next_id()] == [f"req_{n}" for n in range(4)]
+def test_requests_come_in_with_huggingfaces_ids_and_are_taken_at_once(parts, monkeypatch):
+    came = []
+    monkeypatch.setattr(parts.input_queue, "_take", lambda state: came.append(state))
+    monkeypatch.setattr(parts.cancel_queue, "_take", came.append)
+    parts.num_return_sequences = 2
+    assert [parts.add_request([5]), *parts.add_requests([[6], [7]]), parts.add_request([8])] == [
+        f"req_{number}" for number in range(4)
+    ]
+    assert [state.initial_tokens for state in came] == [[5], [7], [6], [8]]
+    assert [state.request_id for state in compat.with_children(came[0])] == ["req_0", "req_0__child#0"]
+    parts.cancel_request("req_1")
+    assert came[-1] == "req_1"
 
 
 def test_processors_are_those_of_a_config_and_settings_of_a_request_are_checked(model):

@@ -36,6 +36,7 @@ from support.engine.random_requests import (
 )
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.execution.page_checks import check_pages
 from support.execution.stand_in_cuda_graphs import let_captures_be_late
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
@@ -75,8 +76,7 @@ def engine_for(
     **others: Any,
 ) -> Engine:
     options: dict[str, Any] = {"mode": mode, "page_size": page_size, "max_batch_size": rows, "prefill_tokens": 32}
-    options["check_pages"] = "raise"  # with random requests, it stays silent
-    model = wrapped(tokens, plain, cascade=cascade, **options, **others)
+    model = check_pages(wrapped(tokens, plain, cascade=cascade, **options, **others))  # they stay silent
     return Engine(model, tokenizer=byte_level(), max_num_seqs=rows, mixed=mixed)
 
 

@@ -33,6 +33,7 @@ from support.engine.random_requests import (
 )
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.execution.page_checks import check_pages
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
@@ -48,7 +49,7 @@ def engine_for(
     plain: PreTrainedModel, mixed: Mixed, tokens: int = 4000, mode: Mode = "eager", **options: Any
 ) -> Engine:
     sizes = {"max_batch_size": 8, "page_size": 16, "prefill_tokens": 32}
-    model = wrapped(tokens, plain, mode=mode, check_pages="raise", **sizes)  # with random requests, it stays silent
+    model = check_pages(wrapped(tokens, plain, mode=mode, **sizes))  # with random requests, they stay silent
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed, **options)
 
 

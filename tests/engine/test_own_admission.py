@@ -1,31 +1,24 @@
-"""Policies of admission in engines that run a tiny model: the engine's own, and those of users."""
+"""The policy of admission in an engine that runs a tiny model."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
 
 from compiled_llm.engine.admission.cheaper import Cheaper
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.admission.state import AdmissionState, Counts, Requests
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.admission_loads import PAGE_SIZE, Load
 from support.engine.admission_simulation import Asked, costs
-from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, wrapped
+from support.engine.tiny_engines import wrapped
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-PROMPTS = [[number, 5, 6] for number in range(9)]
-
-
-# ---- the engine's own
 
 COUNT = 32
 """Requests of a load."""
@@ -37,7 +30,9 @@ Questions = list[tuple[list[int], SamplingParams]]
 
 @pytest.mark.whole
 @pytest.mark.parametrize("exact", [True, False])
-def test_the_engine_runs_as_many_steps_as_the_simulation(seed: int, exact: bool) -> None:
+def test_the_engine_runs_as_many_steps_as_the_simulation(
+    seed: int, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within 2%, over two loads, the second of which knows the lengths of the first."""
     loads = [drawn(seed + part, exact) for part in range(2)]
     if exact:
@@ -47,7 +42,8 @@ def test_the_engine_runs_as_many_steps_as_the_simulation(seed: int, exact: bool)
             answers = [lengths(engine, load) for load in loads]
     simulated = costs([load_of(*load, exact) for load in zip(loads, answers, strict=True)], Asked(Cheaper()))
     model = wrapped(PAGES * PAGE_SIZE, page_size=PAGE_SIZE)
-    with Engine(model, admission=Renumbered()) as engine:
+    monkeypatch.setitem(POLICIES, "auto", Renumbered)
+    with Engine(model) as engine:
         for load, known, expected in zip(loads, answers, simulated, strict=True):
             before = engine.stats()
             assert lengths(engine, load) == known
@@ -108,98 +104,7 @@ class _Renumbered(AdmissionState):
         return requests._replace(numbers=self._number(requests.numbers))
 
 
-# ---- users'
-
-
-class AtMost:
-    """A policy by which so many requests run at once."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.most = rows, 0
-
-    def plan(self, state: AdmissionState) -> bool:
-        self.most = max(self.most, len(state.running.tokens))
-        return len(state.running.tokens) < self.rows
-
-
-class Failing:
-    """A policy that raises an error, or else returns something, once it has let a request begin."""
-
-    def __init__(self, error: BaseException | None = None, returns: Any = None) -> None:
-        self.error, self.returns, self.asked = error, returns, 0
-
-    def plan(self, state: AdmissionState) -> Any:
-        self.asked += 1
-        if self.asked == 1:
-            return True
-        if self.error is not None:
-            raise self.error
-        return self.returns
-
-
-def assert_it_answers(engine: Engine) -> None:
-    outputs = engine.generate(PROMPTS, greedy(5))
-    assert [output.token_ids for output in outputs] == [huggingfaces(prompt, 5) for prompt in PROMPTS]
-    assert engine.submit(PROMPTS[0], greedy(5)).result(PATIENCE).token_ids == huggingfaces(PROMPTS[0], 5)
-    assert engine.stats().running == engine.stats().waiting == 0
-
-
-def test_a_policy_of_ones_own_decides(model: PreTrainedModel) -> None:
-    policy = AtMost(3)
-    with Engine(model, admission=policy) as engine:
-        assert_it_answers(engine)
-        assert policy.most == 3
-        assert engine.stats().steps == 15 + 5, "three at a time"
-    assert_account_is_empty(model)
-
-
-@pytest.mark.drawn
-@pytest.mark.usefixtures("reading")
-@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])
-@pytest.mark.parametrize("own_thread", [False, True])
-def test_a_policy_that_fails_is_asked_no_more(
-    model: PreTrainedModel, caplog: pytest.LogCaptureFixture, error: type[BaseException], own_thread: bool
-) -> None:
-    policy = Failing(error("planted"))
-    with caplog.at_level(logging.ERROR), Engine(model, admission=policy) as engine:
-        if own_thread:
-            with engine.paused():
-                handles = [engine.submit(prompt, greedy(5)) for prompt in PROMPTS]
-            for handle, prompt in zip(handles, PROMPTS, strict=True):
-                assert handle.result(PATIENCE).token_ids == huggingfaces(prompt, 5)
-        assert_it_answers(engine)
-    assert [record.getMessage() for record in caplog.records] == [
-        "compiled_llm: admission: Failing.plan has failed, and the engine goes on with 'auto': "
-        f"{error.__name__}: planted"
-    ]
-    assert policy.asked == 2
-    assert_account_is_empty(model)
-
-
-def test_a_policy_says_yes_or_no(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    for returns in (None, 1, np.array([True, False])):
-        policy = Failing(returns=returns)
-        caplog.clear()
-        with caplog.at_level(logging.ERROR), Engine(model, admission=policy) as engine:
-            assert_it_answers(engine)
-        (record,) = caplog.records
-        assert f"it has returned {returns!r}, and it must return True or False" in record.getMessage()
-    assert_account_is_empty(model)
-
-
-def test_ctrl_c_in_a_policy_is_the_callers(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
-    policy = Failing(KeyboardInterrupt())
-    with caplog.at_level(logging.ERROR), Engine(model, admission=policy) as engine:
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, greedy(5))
-        policy.error, policy.returns = None, False
-        assert_it_answers(engine)
-        assert policy.asked > 3, "it is asked as before"
-    assert not caplog.records, "no page is lost"
-    assert_account_is_empty(model)
-
-
-@pytest.mark.parametrize("admission", ["sum", None, AtMost, object()])
-def test_what_is_no_policy_is_refused(model: PreTrainedModel, admission: Any) -> None:
-    with pytest.raises(ValueError, match=r"admission=.*: give one of auto, peak, greedy, or an object with a method"):
-        Engine(model, admission=admission)
+@pytest.mark.parametrize("admission", ["sum", None, Cheaper()])
+def test_what_is_no_policy_is_refused(admission: Any) -> None:
+    with pytest.raises(ValueError, match=r"admission=.*: give one of auto, peak, greedy$"):
+        Engine(wrapped(100), admission=admission)

@@ -26,6 +26,7 @@ from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.speculation import Speculation
 from support.execution.drafters import KINDS, Kind, drafted_answers, drafting, plain_answers
+from support.execution.page_checks import check_pages
 from support.execution.schedule import prompt_of
 from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, uncompiled
 from support.in_threads import PATIENCE, start
@@ -114,11 +115,12 @@ def test_another_number_of_tokens_each_step(
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("overrides", "options"),
-    [({}, {"page_size": 1}), ({}, {"page_size": 3}), (WINDOWS, {}), ({}, {"check_pages": "raise"})],
-    ids=["pages of 1", "pages of 3", "windows", "checked"],
+    [({}, {"page_size": 1}), ({}, {"page_size": 3}), (WINDOWS, {})],
+    ids=["pages of 1", "pages of 3", "windows"],
 )
 def test_whatever_the_pages_are(overrides: Any, options: Any, seed: int) -> None:
-    assert_same(wrapped(overrides=overrides, **options), seed, DRAWN, "right now and then", None)
+    model = check_pages(wrapped(overrides=overrides, **options))
+    assert_same(model, seed, DRAWN, "right now and then", None)
 
 
 def test_short_answers(seed: int) -> None:

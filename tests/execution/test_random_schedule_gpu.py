@@ -208,9 +208,10 @@ def test_random_schedule_equals_a_twin_that_uploads_each_step_in_larger_groups(b
     compiled_llm.unwrap(twins.wrapped)
 
 
+@pytest.mark.unchecked_pages  # they would name the page
 def test_the_schedule_shows_page_tables_that_are_not_renewed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above are good for. A row past the pages that its slot names goes on in nobody's."""
-    twins = twins_of(small_qwen3(seed), check_pages="off")  # which would name the page
+    twins = twins_of(small_qwen3(seed))
     twins.wrapped.compiled.warmup()
     listing, stale = Slots.list_pages, twins.wrapped.compiled.model_runner().state.slots
 

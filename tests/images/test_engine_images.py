@@ -17,6 +17,7 @@ from compiled_llm.engine.images import part, request_images, resumed
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
+from support.execution.page_checks import check_pages, wrong_tags
 from support.huggingface.vision import BOTH_WAYS, FAMILIES, make, one_image
 from support.images import Part, Picture, alone, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
@@ -136,7 +137,7 @@ def test_a_text_that_parts_inside_a_picture_begins_there(family, computed, seed)
 @pytest.mark.parametrize("in_steps", [True, False])
 def test_pages_of_pictures_are_checked_as_the_model_was_told_them(in_steps: bool) -> None:
     """The prefix cache knows pictures by keys, which no step is told; texts begin alike, and come while others run."""
-    model = seeing(QWEN, check_pages="raise", prefill_tokens=16)
+    model = check_pages(seeing(QWEN, prefill_tokens=16))
     with Engine(model, images_in_steps=in_steps) as engine:
         several = SamplingParams(n=3, max_tokens=9, seed=1)
         for picture in (WIDE, CAT, WIDE):
@@ -144,7 +145,7 @@ def test_pages_of_pictures_are_checked_as_the_model_was_told_them(in_steps: bool
             handles = [engine.submit(prompt, several) for prompt in prompts]
             cached = [handle.result(PATIENCE).cached_tokens for handle in handles]
         assert min(cached) >= 16
-    assert model.compiled.stats().wrong_tags == 0
+    assert wrong_tags(model) == 0
     assert_account_is_empty(model)
 
 

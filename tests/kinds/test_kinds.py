@@ -27,6 +27,7 @@ from compiled_llm.model.checks import check_layers
 from compiled_llm_ops import register_variant
 from support.engine.random_requests import CAPTURES
 from support.engine.tiny_engines import PATIENCE, greedy as greedily
+from support.execution.page_checks import check_pages
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.indexed_models import PlacedOnCuda
 from support.kinds import BLOCKS, IN_FP8, KINDS, LATENT, NO_ATTENTION, OPTIONS, RECURRENT, Kind, each
@@ -354,7 +355,8 @@ def test_prompts_that_begin_alike_begin_with_cached_pages(kind: Kind, seed: int)
 
 def wrapped_with(option: str, kind: Kind, seed: int, model: Any = None) -> Any:
     register_variant("no_change")
-    return kind.wrapped(seed, model=model, **{**OPTIONS[option], **(kind.wrap_options if option == "variants" else {})})
+    options = {**OPTIONS[option], **(kind.wrap_options if option == "variants" else {})}
+    return check_pages(kind.wrapped(seed, model=model, **options))
 
 
 @pytest.mark.drawn
@@ -379,7 +381,7 @@ def test_each_option_works(kind: Kind, option: str, seed: int) -> None:
 @pytest.mark.drawn(most=2)
 @each(*(kind for kind in KINDS if kind("mixed") is YES))
 def test_mixed_steps(kind: Kind, seed: int) -> None:
-    model, prompts = kind.wrapped(seed), prompts_of(LENGTHS, seed)
+    model, prompts = check_pages(kind.wrapped(seed)), prompts_of(LENGTHS, seed)
     with Engine(model, mixed=True) as engine:
         handles = []
         for prompt in prompts:

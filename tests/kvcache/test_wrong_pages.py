@@ -1,10 +1,9 @@
-"""With ``check_pages``, a row that reads what is not its own is named with the page and the position."""
+"""A row that reads what is not its own is named with the page and the position, by the tap that tests install."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import logging
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,14 +15,14 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import compiled_llm
-from compiled_llm import Engine, SamplingParams, WrongPageError
+from compiled_llm import Engine, SamplingParams
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.slots import Slots
-from compiled_llm.execution.taps.page_check import PageCheck, PageTags
 from compiled_llm.kvcache.row import Row
+from support.execution.page_checks import PageCheck, PageTags, WrongPageError, check_pages, wrong_tags
 from support.execution.schedule import Schedule
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
@@ -34,10 +33,10 @@ OVERRIDES: dict[str, Any] = {"eos_token_id": None, "num_hidden_layers": 1}
 FIRST, SECOND = [5, 9, 3, 7, 11, 4, 6, 8, 21, 30, 14, 15, 2], [44, 2, 6, 7, 19, 3, 13, 12, 10, 40]
 
 
-def checked(check_pages: str = "raise", plain: PreTrainedModel | None = None, **options: Any) -> PreTrainedModel:
+def checked(plain: PreTrainedModel | None = None, **options: Any) -> PreTrainedModel:
     """A wrapped copy."""
     model = tiny_qwen3(**OVERRIDES) if plain is None else copy.deepcopy(plain)
-    return compiled_llm.wrap(model, **{**OPTIONS, "kv_memory": "400 tokens", **options}, check_pages=check_pages)
+    return check_pages(compiled_llm.wrap(model, **{**OPTIONS, "kv_memory": "400 tokens", **options}))
 
 
 class Scene:
@@ -267,20 +266,6 @@ def test_a_call_looks_before_it_returns(path: str, monkeypatch: pytest.MonkeyPat
     assert_works(model)
 
 
-def test_a_fault_is_logged_once_and_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    scene = Scene(monkeypatch, check_pages="log")
-    assert scene.model.compiled.stats().wrong_tags == 0
-    planted = swapped_pages(scene)
-    with caplog.at_level(logging.ERROR, "compiled_llm.pages"):
-        scene.loop.step()
-        stats = scene.model.compiled.stats()
-        scene.loop.step()
-    (record,) = [record for record in caplog.records if record.name == "compiled_llm.pages"]
-    assert planted.message in record.getMessage()
-    assert 0 < stats.wrong_tags < scene.model.compiled.stats().wrong_tags
-    assert f"{stats.wrong_tags} tags were not the reading row's" in str(stats)
-
-
 def test_an_engine_names_the_request_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, times = checked(), iter(range(100))
     list_pages = Slots.list_pages
@@ -323,7 +308,7 @@ def test_a_random_schedule_is_silent(config: dict[str, Any], seed: int) -> None:
         schedule.anything()
     assert schedule.drafted or schedule.drafts is None
     schedule.close()
-    assert model.compiled.stats().wrong_tags == 0
+    assert wrong_tags(model) == 0
     assert_account_is_empty(model)
 
 
@@ -342,7 +327,7 @@ def test_a_row_that_changes_while_it_waits_for_a_slot_is_silent(change: str, mon
         scene.forked = scene.loop.fork()
     for tokens in ([9, 10], [11, 12]):
         scene.loop.step(torch.tensor(tokens))
-    assert scene.model.compiled.stats().wrong_tags == 0
+    assert wrong_tags(scene.model) == 0
     if scene.forked is not None:
         scene.forked.step(torch.tensor([9, 10]))
         scene.forked.close()
@@ -366,14 +351,11 @@ def test_rows_that_begin_from_caches_and_embeddings_are_silent() -> None:
     kept = model.generate(ids, max_new_tokens=5, return_dict_in_generate=True).past_key_values
     kept.crop(-3)
     assert torch.isfinite(model(ids[:, :3], past_key_values=kept).logits).all()
-    assert model.compiled.stats().wrong_tags == 0
+    assert wrong_tags(model) == 0
 
 
 def test_nothing_is_checked_by_default() -> None:
-    model = checked("off")
+    model = compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **OPTIONS, kv_memory="400 tokens")
     state = model.compiled.model_runner().state
     assert not state.taps
     assert "chain" not in state.arena._columns
-    assert compiled_llm.WrapConfig().check_pages == "off"
-    with pytest.raises(ValueError, match=r"check_pages='yes': choose one of 'off', 'log', 'raise'"):
-        checked("yes")

@@ -104,13 +104,6 @@ FEATURES = {
         exports="ops/compiled_llm_ops/__init__.py: drafts|NOT_ACCEPTED|NOT_DRAFTED|write_texts",
         asks="Engine(model(), speculative_config={'method': 'ngram'})",
     ),
-    "page checks": Feature(
-        "check_pages|page_check|page_?watch",
-        ("compiled_llm/execution/taps/page_check.py",),  # the op stays, which others may call
-        ("kvcache/test_wrong_pages.py",),
-        'compiled_llm/features.py: "check_pages": ',
-        asks="wrapped(check_pages='raise').generate(torch.tensor([PROMPT]), max_new_tokens=1)",
-    ),
     "emitted states": Feature(
         "emitted|hidden_states",
         (

@@ -34,7 +34,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kv_dtype": {"kv_dtype": FP8},
     "batch_invariant": {"batch_invariant": True, "mode": "compile"},
     "variants": {"variants": {"no_change": "all"}},
-    "check_pages": {"check_pages": "raise"},
     "page_size": {"page_size": 16},
 }
 """Features of the table of support that are options of `wrap`."""

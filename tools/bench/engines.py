@@ -19,7 +19,7 @@ import compiled_llm
 from compiled_llm.commands.bench.contenders import Contender, Setup
 from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 from compiled_llm.config import Mode
-from compiled_llm.engine.admission.policies import policy_of
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.admission.state import AdmissionState, Requests
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ class UnknownLengths:
     """The engine's own policy of admission, which is not told how long answers will be at most."""
 
     def __init__(self) -> None:
-        self._policy = policy_of("auto")
+        self._policy = POLICIES["auto"]()
 
     def plan(self, state: AdmissionState) -> bool:
         return self._policy.plan(_Hidden(state))
@@ -61,8 +61,9 @@ OF_WRAP: dict[str, dict[str, Any]] = {
 OF_ENGINE: dict[str, dict[str, Any]] = {
     "mixed": {"mixed": True},
     "no-prefix-cache": {"prefix_cache": False},
-    "unknown-lengths": {"admission": UnknownLengths()},
+    "unknown-lengths": {"admission": "unknown-lengths"},
 }
+POLICIES["unknown-lengths"] = UnknownLengths
 COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}
 """What is counted of a pass, and the fields of the engine's `stats`."""
 PAGE_SIZE = 16

@@ -16,14 +16,6 @@ class Dtype(str, Enum):
     float = "float"
 
 
-class PageChecks(str, Enum):
-    """Values of `--check-pages`."""
-
-    off = "off"
-    log = "log"
-    raising = "raise"
-
-
 class Device(str, Enum):
     """Values of `--device`."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, PageChecks
+from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.groups import OptionGroup
 from compiled_llm.config import KVScales, WrapConfig
 
@@ -53,7 +53,6 @@ class AllRunningOptions(RunningOptions):
     """Those of `generate`: its answer may be compared with others, and use code that was compiled before."""
 
     batch_invariant: shared.BatchInvariant = False
-    check_pages: shared.CheckPages = PageChecks.off
     artifacts: shared.Artifacts = None
 
     def wrap_options(self, device: str, quiet: bool = False) -> dict[str, Any]:
@@ -61,4 +60,4 @@ class AllRunningOptions(RunningOptions):
         if self.artifacts is not None:
             options["artifacts"] = self.artifacts
         options["eager_first"] = self.eager_first and not self.batch_invariant
-        return {**options, "batch_invariant": self.batch_invariant, "check_pages": self.check_pages.value}
+        return {**options, "batch_invariant": self.batch_invariant}

@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from compiled_llm.commands.options.choices import Device, Dtype, PageChecks
+from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.config import KVDtype
 
 INPUT, SAMPLING, MODEL, OUTPUT = "Input", "Sampling", "Model", "Output"
@@ -129,10 +129,6 @@ BatchInvariant = Annotated[
         "--batch-invariant",
         help="Compute the same bits for a text whatever runs beside it. Steps take longer, and all wait for compiling.",
     ),
-]
-CheckPages = Annotated[
-    PageChecks,
-    _model("--check-pages", help="Check in each step that texts read their own keys and values: log or raise."),
 ]
 # In no panel, for commands that need none.
 DtypeName = Annotated[Dtype, typer.Option("--dtype", help=_DTYPE)]

@@ -18,7 +18,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
+from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.commands.options.groups import OptionGroup, with_groups
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.commands.serve import options
@@ -76,7 +76,6 @@ class ServeOptions(OptionGroup):
     kv_dtype: shared.KeysAndValues = None
     kv_scales: shared.ScalesFile = None
     batch_invariant: shared.BatchInvariant = False
-    check_pages: shared.CheckPages = PageChecks.off
     artifacts: shared.Artifacts = None
     log_level: options.ShownLevel = LogLevel.info
     log_format: options.ShownFormat = LogFormat.text
@@ -117,7 +116,6 @@ class ServeOptions(OptionGroup):
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
         scales = {} if self.kv_scales is None else {"kv_scales": KVScales.load(self.kv_scales)}
         options: dict[str, Any] = {name: getattr(self, name) for name in _OF_WRAP}
-        options["check_pages"] = self.check_pages.value
         options["eager_first"] = self.eager_first and not self.batch_invariant
         return {**options, "progress": self.shows_progress, **memory, **scales, **artifacts}
 

@@ -22,7 +22,7 @@ from compiled_llm.model.traced.stand_ins import packed_formats
 
 OPTIONS = (
     *("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant", "kv_dtype"),
-    *("checks_pages", "packed", "fuse_projections", "workspace_bytes"),
+    *("packed", "fuse_projections", "workspace_bytes"),
 )
 """The options of ``wrap`` that code depends on; of ``max_batch_size`` it is the room for rows that counts."""
 

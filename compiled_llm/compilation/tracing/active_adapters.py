@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.tensors import copy_all
 from compiled_llm.compat.training.peft import ACTIVE, ADAPTED, acting_adapters, by_adapter, is_lora_layer
-from compiled_llm.model.traced.shallow_copies import ShallowCopies, shallow_copy
+from compiled_llm.model.traced.shallow_copies import ShallowCopies, shallow_copy, with_children
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_tree import same
 
@@ -52,9 +52,7 @@ class ActiveAdapters:
         """Return the stand-in as of the last check, made again, as a kept one would keep the model alive."""
         if self._values is None:
             self.refresh(model, self._fixed)
-        if not self._children:
-            return model
-        stand_in: PreTrainedModel = shallow_copy(model, type(model), _modules={**model._modules, **self._children})
+        stand_in: PreTrainedModel = with_children(model, self._children)
         return stand_in
 
     def drop(self) -> None:
@@ -65,7 +63,7 @@ class ActiveAdapters:
         self._memory = _AdapterMemory(self._memory.own)
         with torch.inference_mode(False):
             copies = _AdapterCopies(self._memory.place if self._fixed else _alias)
-            self._children = copies.of_children(model) if self._values else {}
+            self._children = copies.copy_children(model) if self._values else {}
 
 
 class _AdapterMemory:

@@ -41,7 +41,8 @@ class Cheaper:
 
 def load_of(state: AdmissionState) -> ExpectedLoad:
     """Return what runs and waits, with lengths that were drawn, thinned to what can be played fast."""
-    running, waiting = state.running, state.waiting
+    running = state.running
+    waiting = state.waiting
     weight = max(1.0, (len(running.tokens) + len(waiting.tokens)) / _MOST)
     run, wait = (_thinned(requests, weight) for requests in (running, waiting))
     return ExpectedLoad(

@@ -43,7 +43,8 @@ def cost_of_peaks(load: ExpectedLoad) -> float:
         list(zip(load.next_tokens.tolist(), load.next_left.tolist(), strict=True)),
         0.0,
     )
-    now, lost = 0.0, list[tuple[float, float]]()
+    now = 0.0
+    lost = list[tuple[float, float]]()
     while (full := rows.full(load.room)) is not None:
         now, (tokens, left) = full, rows.lose_shortest(full)
         lost.append((tokens, left))
@@ -97,7 +98,8 @@ class _Rows:
         while True:
             over = int(np.searchsorted(self._ends, now))
             self._ends, self._begun, self._needs = self._ends[over:], self._begun[over:], self._needs[over:]
-            ends, end = self._ends, now + left
+            ends = self._ends
+            end = now + left
             before = int(np.searchsorted(ends, end))
             own = float(self._begun[before:].sum()) + (len(ends) - before) * end + tokens + left
             if not len(ends):

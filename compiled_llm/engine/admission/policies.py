@@ -15,6 +15,6 @@ AdmissionName = Literal["auto", "peak", "greedy"]
 POLICIES: dict[str, Callable[[], Admission]] = {"auto": Cheaper, "peak": Peak, "greedy": Greedy}
 
 
-def policy_of(admission: AdmissionName | Admission) -> Admission:
-    """Return a policy by its name, or the user's own as it is."""
-    return POLICIES[admission]() if isinstance(admission, str) else admission
+def policy_of(admission: AdmissionName) -> Admission:
+    """Return a policy by its name."""
+    return POLICIES[admission]()

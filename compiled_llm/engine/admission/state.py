@@ -54,10 +54,7 @@ class Admission(Protocol):
     """A policy of admission, with a memory of its own if it likes."""
 
     def plan(self, state: AdmissionState) -> bool:
-        """Return whether the next request begins; it does only if there are pages for its text.
-
-        A policy that raises an error, or returns something else, is asked no more.
-        """
+        """Return whether the next request begins; it does only if there are pages for its text."""
         ...
 
 

@@ -12,8 +12,8 @@ from compiled_llm.engine.chunks.within import Within
 MaxStep = float | Literal["auto"] | None
 
 
-def policy_of(max_step_ms: MaxStep | ChunkPolicy, device: str) -> ChunkPolicy:
-    """Return the policy that an option stands for, on a type of device, or the user's own as it is."""
+def policy_of(max_step_ms: MaxStep, device: str) -> ChunkPolicy:
+    """Return the policy that an option stands for, on a type of device."""
     if max_step_ms is None or max_step_ms == "auto":
         return Stretched() if max_step_ms == "auto" and device == "cuda" else Whole()
-    return Within(max_step_ms) if isinstance(max_step_ms, (int, float)) else max_step_ms
+    return Within(max_step_ms)

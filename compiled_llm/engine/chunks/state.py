@@ -42,8 +42,5 @@ class ChunkPolicy(Protocol):
     """A policy of chunks, with a memory of its own if it likes."""
 
     def plan(self, state: ChunkState) -> int:
-        """Return how many tokens of prompts run in the next step: at least 1, so that they go on, and ``most`` at most.
-
-        A policy that raises an error, or returns something else, is asked no more.
-        """
+        """Return how many tokens of prompts run in the next step: 1 to ``most``, so that they go on."""
         ...

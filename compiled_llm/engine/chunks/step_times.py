@@ -26,7 +26,8 @@ class _Latest:
 
     def __init__(self) -> None:
         self._seconds = deque[float](maxlen=_LATEST)
-        self.median, self.step = 0.0, 0
+        self.median = 0.0
+        self.step = 0
 
     @property
     def seconds(self) -> tuple[float, bool]:
@@ -35,7 +36,8 @@ class _Latest:
 
     def add(self, seconds: float, step: int) -> None:
         self._seconds.append(seconds)
-        self.median, self.step = median(self._seconds), step
+        self.median = median(self._seconds)
+        self.step = step
 
 
 class StepTimes:
@@ -103,14 +105,16 @@ def _filled(known: dict[int, tuple[float, bool]]) -> list[float]:
     """Return the seconds of each size, by those of some, and whether they are sure."""
     table: list[float] = []
     sizes = [0, *sorted(known)]
-    times, slope = [0.0], 0.0
+    times = [0.0]
+    slope = 0.0
     for below, size in pairwise(sizes):
         seconds, sure = known[size]
         if below and not sure:  # then no token takes longer than those before it
             seconds = min(seconds, times[-1] * size / below)
         times.append(seconds)
         slope = (times[-1] - times[-2]) / (size - below) if below or size > SIZES[0] else 0.0
-    largest, slowest = sizes[-1], times[-1] / sizes[-1]
+    largest = sizes[-1]
+    slowest = times[-1] / sizes[-1]
     for place, size in enumerate(SIZES):
         if size <= largest:
             table.append(float(np.interp(size, sizes, times)))

@@ -29,7 +29,9 @@ class Stretched:
     """
 
     def __init__(self, stretch: float = STRETCH, often: float = _OFTEN, steps: int = _STEPS) -> None:
-        self._stretch, self._often, self._steps = stretch, often, steps
+        self._stretch = stretch
+        self._often = often
+        self._steps = steps
         self._begin = 0.0  # requests that begin in a step, lately
         self._step = self._begun = 0  # until which they are counted
 
@@ -38,7 +40,8 @@ class Stretched:
         left = state.left
         if not (left and state.rows and state.followed):
             return state.most
-        without, longer = state.times.decode(state.rows), state.times.longer(state.rows)
+        without = state.times.decode(state.rows)
+        longer = state.times.longer(state.rows)
         if without is None or longer is None:
             return state.most
         sizes = SIZES[: place_of(state.most + state.padding) + 1]
@@ -51,4 +54,5 @@ class Stretched:
     def _count(self, state: ChunkState) -> None:
         fade = math.exp((self._step - state.step) / _LATELY)
         self._begin = fade * self._begin + (state.begun - self._begun) / _LATELY
-        self._step, self._begun = state.step, state.begun
+        self._step = state.step
+        self._begun = state.begun

@@ -32,10 +32,10 @@ def model_obstacle(facts: ModelFacts, config: WrapConfig) -> str | None:
     kind = facts.model_class
     if kind.__name__ not in _FAMILIES or not kind.__module__.startswith("transformers.models."):
         return f"steps read no pictures of {kind.__name__}"
-    # Hooks are traced into programs of text alone, and pages are checked by ids. Artifacts have no such program; and
+    # Hooks are traced into programs of text alone, and taps are told ids. Artifacts have no such program; and
     # where answers run uncompiled at first, others would wait for it.
-    if facts.hooks or config.checks_pages:
-        return "hooks are traced, or pages checked, in steps of text alone"
+    if facts.hooks or facts.taps:
+        return "hooks are traced, and taps watch, in steps of text alone"
     if config.artifacts is not None:
         return "artifacts have no steps that read pictures"
     if config.eager_first_on(facts.model.device.type):

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from compiled_llm.engine.admission.policies import policy_of
 from compiled_llm.engine.admission.state import Admission, AdmissionState, Counts, Requests, joined
-from compiled_llm.engine.policy_call import decision_of
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW, PagePool
@@ -64,7 +62,7 @@ class Admissions:
             self._count_on(state, last, row)
         else:
             self._count(state, running, row)
-        begins = self._asked(state)
+        begins = self.policy.plan(state)
         self._last = state if begins else None
         return begins
 
@@ -92,14 +90,6 @@ class Admissions:
                 more = self._shared_pages(other.running_row)
                 state.pages -= more - int(counts[place])
                 counts[place] = self._shared[other] = more
-
-    def _asked(self, state: AdmissionState) -> bool:
-        """Return what the policy says; one that fails, as a user's may, is asked no more."""
-        begins = decision_of(self.policy, state, _as_bool, "admission", "'auto'")
-        if begins is None:
-            self.policy = policy_of("auto")
-            return self.policy.plan(state)
-        return begins
 
     def _lengths_sorted(self) -> Counts:
         if not len(self._lengths):
@@ -168,12 +158,6 @@ class _SchedulerState(AdmissionState):
         size = self.page_size
         alike = self._shared and np.array_equal(request.prompt[:size], self.request.prompt[:size])
         return min(self._shared, filled) if alike else 0
-
-
-def _as_bool(said: object) -> bool:
-    if not isinstance(said, bool | np.bool_):
-        raise TypeError(f"it has returned {said!r}, and it must return True or False")
-    return bool(said)
 
 
 def _known(request: Request) -> int:

@@ -14,9 +14,7 @@ import numpy as np
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.admission.policies import AdmissionName, policy_of
-from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.chunks.policies import MaxStep, policy_of as chunks_of
-from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.engine_options import LogprobsMode
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.plan import Chunk, RunsApart, StepPlan
@@ -80,12 +78,12 @@ class LoopSettings(NamedTuple):
     """The user's settings of an engine's loop, as of ``Engine``."""
 
     max_num_seqs: int
-    max_step_ms: MaxStep | ChunkPolicy = None
+    max_step_ms: MaxStep = None
     prefix_cache: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
     watch_model: bool = True
     mixed: Mixed = "auto"
-    admission: AdmissionName | Admission = "auto"
+    admission: AdmissionName = "auto"
     speculation: Any = None  # its ``SpeculativeConfig``
     max_model_len: int | None = None
 

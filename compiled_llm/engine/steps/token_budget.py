@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from compiled_llm.engine.chunks.state import ChunkPolicy, ChunkState
 from compiled_llm.engine.chunks.step_times import StepTimes, place_of
 from compiled_llm.engine.chunks.whole import Whole
 from compiled_llm.engine.chunks.within import SMALLEST, Within
-from compiled_llm.engine.policy_call import decision_of
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
@@ -67,15 +65,7 @@ class TokenBudget:
         state.rows, state.most, state.times = len(decode), most, self.times
         state.padding = state.rows if self._packs_rows else 0
         state.step, state.begun = scheduler.step, scheduler.begun
-        return max(1, min(most, self._asked(state)))
-
-    def _asked(self, state: ChunkState) -> int:
-        """Return what the policy says; one that fails, as a user's may, is asked no more."""
-        tokens = decision_of(self._chunks, state, operator.index, "max_step_ms", "None")
-        if tokens is None:
-            self._chunks, self._never = Whole(), True
-            return state.most
-        return tokens
+        return max(1, min(most, self._chunks.plan(state)))
 
     def wants_time_of(self, plan: StepPlan) -> bool:
         """Return whether to time the next step: each with prompts, and a sample of those without."""

@@ -129,7 +129,6 @@ class Runtime:
             steps=counters.steps,
             cascade_steps=self.events.cascade_steps,
             kv_saturated=self.events.kv_saturated + model_runner.thread.call(model_runner.saturated),
-            wrong_tags=self._wrong_tags(model_runner),
             new_tokens=counters.tokens,
             generate_seconds=round(self.events.generating.seconds, 6),
             uploads=self.events.uploads.total(),
@@ -152,10 +151,6 @@ class Runtime:
             memory=model_runner.memory() | self.facts.tables_of_weights,
             cuda_graph_table=self.cuda_graphs.as_dicts(),
         )
-
-    @staticmethod
-    def _wrong_tags(model_runner: ModelRunner) -> int:
-        return sum(model_runner.thread.call(tap.faults) for tap in model_runner.state.taps)
 
     @property
     def cuda_graphs(self) -> CudaGraphTable:

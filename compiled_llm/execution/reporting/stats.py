@@ -54,7 +54,6 @@ class Stats:
         cascade_steps: decode steps that read pages which rows share once.
         kv_saturated: with ``kv_dtype``, how many numbers of keys and values were too large for their scales, and were
             clamped on their way into the pages; those of padding, too.
-        wrong_tags: tags of pages that were not the reading row's, with ``check_pages``; 0 if all is well.
         new_tokens: tokens that our loops have generated, over all rows; pads after the end of a row are not counted.
         generate_seconds: how long they took, prompts, streamers and criteria included, and compiling left out; of
             loops that ran at the same time, each second is counted once.
@@ -107,7 +106,6 @@ class Stats:
     steps: int = 0
     cascade_steps: int = 0
     kv_saturated: int = 0
-    wrong_tags: int = 0
     new_tokens: int = 0
     generate_seconds: float = 0.0
     uploads: int = 0
@@ -161,8 +159,6 @@ class Stats:
             if self._on_cuda:
                 yield "attention", self.backend
             yield from self._step_rows()
-            if self.wrong_tags:
-                yield "wrong pages", f"{self.wrong_tags} tags were not the reading row's: see the log"
             if self.mode != "eager":
                 yield from self._graph_rows()
             yield "batch sizes", ", ".join(map(str, self.buckets)) or "none ready"

@@ -69,12 +69,11 @@ class RunnerState:
         max_positions: int,
         prefill_pages: int,
         entries: int | None = None,
-        taps: Sequence[type[RunnerTap]] = (),
     ) -> None:
         """Allocate, with room for rows of ``max_positions`` tokens and ``prefill_pages`` entries of a page table."""
-        # There are ``entries`` for states of rows; as many as the config has room for if None. At most one
-        # of the ``taps`` hears of rows. ValueError if not even one page fits into the memory allowed.
-        model = facts.model
+        # There are ``entries`` for states of rows; as many as the config has room for if None. ValueError if not even
+        # one page fits into the memory allowed.
+        model, taps = facts.model, facts.taps
         self.facts = facts
         self.config = config
         self.device, self.dtype = model.device, model.dtype

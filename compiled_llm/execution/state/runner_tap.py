@@ -52,10 +52,6 @@ class RunnerTap:
     def report(self) -> None:
         """Raise what all steps have found, waiting for them."""
 
-    def faults(self) -> int:
-        """Return how much they have found, waiting for them."""
-        return 0
-
     def copied(self, source: Tensor, target: Tensor) -> None:
         """Copy what belongs to pages with them."""
 

@@ -1,1 +1,1 @@
-"""Who watches the steps of a model: one file each, which `compiled_llm.features` lists."""
+"""Copies of what steps emit, for taps."""

@@ -1,116 +1,130 @@
-"""A prompt given to ``generate_batch``, and the outputs of its answers for HuggingFace's queues."""
+"""The answers to a prompt of ``generate_batch``, as outputs in HuggingFace's queues."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from compiled_llm.compat.continuous_batching import OutputRouter, RequestState, RequestStatus, note_times
-from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.users_code import raise_interrupt
 
 logger = logging.getLogger("compiled_llm.generate")
 
 
-class BatchAnswers:
-    """The answers to one prompt, as states of HuggingFace's: the request itself first, then its children."""
+class _Open(NamedTuple):
+    """An answer that is not over, with the state that outputs are made of."""
 
-    # The engine's requests have the tokens; states are brought up to date when an output is due. ``handle`` is of the
-    # engine's requests, in the same order, and None before ``follow``.
+    state: RequestState
+    answer: Answer
+
+
+class BatchAnswers:
+    """The answers to one prompt that are not over, by HuggingFace's ids: the request itself first, then its children.
+
+    States are brought up to date when an output is due; until then, the engine alone has the tokens.
+    """
 
     def __init__(
-        self, states: Sequence[RequestState], router: OutputRouter, ended: Callable[[BatchAnswers], object]
+        self,
+        states: Sequence[RequestState],
+        handle: RequestHandle,
+        router: OutputRouter,
+        ended: Callable[[], object],
     ) -> None:
-        """Deliver outputs to ``router``, and call ``ended`` once all answers have ended."""
-        self.states = states
-        self.handle: RequestHandle | None = None
+        """Deliver outputs to ``router``, and call ``ended`` once all answers are over."""
+        answers = zip(states, handle.answers, strict=True)
+        self._open = {state.request_id: _Open(state, answer) for state, answer in answers}
+        self._handle = handle
         self._router = router
         self._ended = ended
-        self._cancelled: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # also while outputs are delivered, so that the last one is delivered last
 
     @property
-    def done(self) -> bool:
-        return all(self._is_over(state) for state in self.states)
+    def states(self) -> dict[str, RequestState]:
+        """The states of answers that are not over, by id."""
+        return {request_id: each.state for request_id, each in self._open.copy().items()}
 
     @property
     def running(self) -> bool:
-        return self.handle is not None and any(request.admitted is not None for request in self.handle.requests)
+        return any(request.admitted is not None for request in self._handle.requests)
 
-    def _is_over(self, state: RequestState) -> bool:
-        return state.status >= RequestStatus.FINISHED or state.request_id in self._cancelled
-
-    def follow(self, handle: RequestHandle) -> None:
+    def follow(self) -> None:
         """Report the progress of the engine's requests from now on."""
-        with self._lock:
-            self.handle, cancelled = handle, [state.request_id in self._cancelled for state in self.states]
-        for index in itertools.compress(range(len(cancelled)), cancelled):
-            handle.cancel(index)
-        follows = any(state.streaming or state.record_timestamps for state in self.states)
-        (handle.when_changed if follows else handle.when_ended)(self._tell)
+        follows = any(state.streaming or state.record_timestamps for state in self.states.values())
+        (self._handle.when_changed if follows else self._handle.when_ended)(self._tell)
         self._tell()
 
     def cancel(self, request_id: str) -> None:
         """End one answer, without any more output of it; if the prompt has not begun, all of them."""
-        cancelled = [state for state in self.states if state.request_id == request_id or not self.running]
         with self._lock:
-            self._cancelled.update(state.request_id for state in cancelled)
-        if self.handle is not None:
-            for state in cancelled:
-                self.handle.cancel(self.states.index(state))
-        self._tell()
+            ids = [request_id] if self.running else [*self._open]
+            cancelled = [each for each in (self._open.pop(each, None) for each in ids) if each is not None]
+            self._deliver([])
+        for each in cancelled:
+            self._handle.cancel(each.answer.index)
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
-            open_ones = [state for state in self.states if not self._is_over(state)]
-            for state in open_ones:
-                _fail(state, error)
-            self._deliver(open_ones)
-        if self.handle is not None:
-            self.handle.cancel()
+            for each in self._open.values():
+                _fail(each.state, error)
+            self._deliver([*self._open.values()])
+        self._handle.cancel()
 
     def _tell(self) -> None:
         """Deliver outputs that are due; runs between two steps of the engine."""
         with self._lock:
-            requests = () if self.handle is None else self.handle.requests
-            both = zip(self.states, requests, strict=False)
-            due = [state for state, request in both if not self._is_over(state) and _brought_up(state, request)]
-            self._deliver(due)
+            self._deliver([each for each in self._open.values() if _brought_up(each.state, each.answer)])
 
-    def _deliver(self, due: Sequence[RequestState]) -> None:
-        if due:  # under the lock, so that the last output is delivered last
-            try:
-                self._router.deliver_batch([state.to_generation_output() for state in due])
-            except BaseException as error:  # an event loop that is closed, or a callback of the user's
-                raise_interrupt(error)
-                logger.warning("compiled_llm: generate_batch: an output of %s is lost: %s", due[0].request_id, error)
-        if self.done:
-            self._ended(self)
+    def _deliver(self, due: Sequence[_Open]) -> None:
+        if due:
+            deliver(self._router, [each.state for each in due])
+        for each in due:
+            if each.state.status >= RequestStatus.FINISHED:
+                self._open.pop(each.state.request_id, None)
+        if not self._open:
+            self._ended()
 
 
-def _brought_up(state: RequestState, request: Request) -> bool:
+def deliver_failure(router: OutputRouter, states: Sequence[RequestState], error: BaseException) -> None:
+    """Deliver that no request of a prompt has begun."""
+    for state in states:
+        _fail(state, error)
+    deliver(router, states)
+
+
+def deliver(router: OutputRouter, states: Sequence[RequestState]) -> None:
+    try:
+        router.deliver_batch([state.to_generation_output() for state in states])
+    except BaseException as error:  # an event loop that is closed, or a callback of the user's
+        raise_interrupt(error)
+        logger.warning("compiled_llm: generate_batch: an output of %s is lost: %s", states[0].request_id, error)
+
+
+def _brought_up(state: RequestState, answer: Answer) -> bool:
     """Bring a state up to date if an output of it is due; return whether it is."""
-    ended, count = request.done, len(request.tokens)  # in this order: no token comes after the end
+    ended, count = answer.done, answer.tokens  # in this order: no token comes after the end
     if state.record_timestamps:
         note_times(state, count)
     if not (ended or (state.streaming and count > len(state.generated_tokens))):
         return False
-    state.generated_tokens = request.tokens[:count]
-    if (scores := request.part("logprobs")) is not None:
-        known = len(state.logprobs)
-        entries = scores.entries(request.tokens[known:count], known)
-        state.logprobs.extend(next(iter(own.values())).logprob for own in entries or ())
-    if state.status == RequestStatus.PENDING and request.admitted is not None:
+    state.generated_tokens = answer.tokens_behind(0)[:count]
+    known = len(state.logprobs)
+    scores = answer.logprobs_behind(known) or ()
+    state.logprobs.extend(next(iter(each.values())).logprob for each in scores[: count - known])
+    admitted = answer.request.admitted
+    if state.status == RequestStatus.PENDING and admitted is not None:
         state.status = RequestStatus.DECODING
-        state.lifespan = (time.perf_counter() - (time.monotonic() - request.admitted), -1)
-    if request.finish_reason in ("stop", "length"):
+        state.lifespan = (time.perf_counter() - (time.monotonic() - admitted), -1)
+    reason = answer.finish_reason
+    if ended and reason in ("stop", "length"):
         state.status = RequestStatus.FINISHED
     elif ended:
-        _fail(state, request.error or RuntimeError(f"the engine has ended it: {request.finish_reason}"))
+        _fail(state, answer.error or RuntimeError(f"the engine has ended it: {reason}"))
     return True
 
 

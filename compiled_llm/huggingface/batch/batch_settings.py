@@ -33,7 +33,8 @@ from transformers.generation.logits_process import (
 )
 
 from compiled_llm.compat.continuous_batching import batched_processors, processors_of
-from compiled_llm.compilation.sampling.sampling import GREEDY, Sampling
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 from compiled_llm.huggingface.processors.processors import Prompts, is_in_graph, samplings_of
@@ -43,23 +44,32 @@ from compiled_llm.requests.sampling_params import SamplingParams
 logger = logging.getLogger("compiled_llm.generate")
 
 _SEEDS = 2**62
-_ANY_PROMPT, _ANY_LENGTH = (0, 0), 20
-_SAID = (
-    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
+_ANY_PROMPT = (0, 0)
+_ANY_LENGTH = 20
+_OF_ANY_PROMPT = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
 )
+"""Those that HuggingFace makes alike for all prompts."""
 _BETWEEN_STEPS = (
-    *(EncoderRepetitionPenaltyLogitsProcessor, ExponentialDecayLengthPenalty),
-    *(TopHLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper),
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    TopHLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
 )
-_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-_NEUTRAL = SamplingParams()
-
 HONOURED = frozenset(
     {
-        *("max_requests_per_batch", "allow_block_sharing", "return_logprobs", "seed"),
-        *("per_request_processors", "drop_unsupported_processors"),
+        "max_requests_per_batch",
+        "allow_block_sharing",
+        "return_logprobs",
+        "seed",
+        "per_request_processors",
+        "drop_unsupported_processors",
     }
 )
 """Fields of ``ContinuousBatchingConfig`` that do here what they do in HuggingFace's manager."""
@@ -76,15 +86,6 @@ DECIDED_BY_WRAP = {
     "use_default_compile_configs": "mode",
 }
 """Its fields that an option of ``wrap`` stands for."""
-NEEDLESS = frozenset(
-    {
-        *("max_blocks_per_request", "use_async_batching", "q_padding_interval_size", "kv_padding_interval_size"),
-        *("scheduler_type", "safety_margin", "auto_switch_to_flash", "max_queue_size", "max_cached_graphs"),
-        *("cpu_offload_space", "cpu_offload_space_safety_threshold"),
-        *("disable_nccl_graph_mixing", "cpu_group_timeout"),
-    }
-)
-"""Its fields that tune what the engine does in another way: no text depends on them."""
 UNREAD = {
     "num_beams": 1,
     "max_length": None,
@@ -134,7 +135,7 @@ class BatchSettings:
         return dataclasses.replace(settings, obstacle=settings._obstacle(found))
 
     @property
-    def _in_graph(self) -> bool:
+    def in_graph(self) -> bool:
         return all(map(is_in_graph, self.processors))
 
     def batched_processors(self) -> Any:
@@ -152,41 +153,38 @@ class BatchSettings:
             )
         return settings
 
-    def params(self, prompt: Sequence[int], own: Mapping[str, Any], seed: int | None, **limits: Any) -> SamplingParams:
-        """Return the parameters of one request, with its ``own`` settings, checked; ``seed`` None draws one."""
-        shared = self._read(self.processors, _ANY_PROMPT) if self._in_graph else _NEUTRAL
-        assert shared is not None, "the graph can combine them, or HuggingFace's own manager runs"
-        settings = {name: getattr(shared, name) for name in _SETTINGS} | dict(own)
+    def params(self, own: Mapping[str, Any], **limits: Any) -> SamplingParams:
+        """Return the parameters of one request but for its processors; its ``own`` settings are checked."""
+        SamplingParams(**own)
+        temperature = 1.0 if self.generation.do_sample else 0.0
         logprobs = 0 if self.batching.return_logprobs else None
-        params = SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
-        if not self._in_graph:  # their order counts: all of them run between steps
-            neutral = {name: getattr(_NEUTRAL, name) for name in _SETTINGS}
-            processors = LogitsProcessorList(_with(own, each) for each in self._processors_for(prompt, params))
-            params = dataclasses.replace(params, **neutral, logits_processors=[_for_request(processors)])
-        return params if self.generation.do_sample else dataclasses.replace(params, temperature=0.0)
+        return SamplingParams(temperature=temperature, logprobs=logprobs, **limits)
 
-    def added_to(self, params: SamplingParams, prompt: Sequence[int]) -> Callable[[Sampling | None], Sampling | None]:
-        """Return a function that adds to a row's settings those that ``SamplingParams`` lacks, or raise ValueError."""
-        if params.logits_processors or all(type(processor) in _SAID for processor in self.processors):
-            return lambda base: base
-        found = self._processors_for(prompt, params)
-        if (read := self._read(found, prompt)) is None:
-            names = ", ".join(type(processor).__name__ for processor in found)
+    def processors_for(
+        self, prompt: Sequence[int], own: Mapping[str, Any], params: SamplingParams
+    ) -> LogitsProcessorList:
+        """Return the processors of one request, with its ``own`` settings."""
+        found = self.processors
+        if not (self.replaced or all(type(each) in _OF_ANY_PROMPT for each in found)):
+            ends = params.stop_token_ids or ()
+            device = "cpu" if self.in_graph else self.model.device
+            found = processors_of(self.model, self.generation, prompt, params.max_tokens or 0, ends, device)
+        return LogitsProcessorList(_with(own, each) for each in found if _is_served(each))
+
+    def between_steps(self, processors: LogitsProcessorList, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of a request whose processors run between steps: all of them, since order counts."""
+        return dataclasses.replace(params, logits_processors=[_for_request(processors)])
+
+    def write(self, processors: LogitsProcessorList, prompt: Sequence[int], requests: Sequence[Request]) -> None:
+        """Let the answers to a prompt be sampled as processors that are in the graph say, or raise ValueError."""
+        if (read := self._read(processors, prompt)) is None:
+            names = ", ".join(type(processor).__name__ for processor in processors)
             raise ValueError(f"generate_batch: with this prompt, these cannot be combined: {names}; leave one out")
-
-        def added(base: Sampling | None) -> Sampling | None:
-            own = base or GREEDY
-            whole = dataclasses.replace(read, seed=own.seed, **{name: getattr(own, name) for name in _SETTINGS})
-            return whole if whole.adjustments else base
-
-        return added
-
-    def _processors_for(self, prompt: Sequence[int], params: SamplingParams) -> LogitsProcessorList:
-        if self.replaced:
-            return self.processors
-        ends, device = params.stop_token_ids or (), "cpu" if self._in_graph else self.model.device
-        found = processors_of(self.model, self.generation, prompt, params.max_tokens or 0, ends, device)
-        return LogitsProcessorList(filter(_is_served, found))
+        for request in requests:
+            if request.sampling is not None:
+                request.sampling = dataclasses.replace(read, seed=request.sampling.seed)
+            elif read.adjustments:
+                request.sampling = read
 
     def _read(self, processors: Iterable[LogitsProcessor], prompt: Sequence[int]) -> Sampling | None:
         prompts = Prompts(np.array([prompt], dtype=np.int64), HostCopies(), logits_width(self.model))
@@ -198,7 +196,7 @@ class BatchSettings:
         others: list[LogitsProcessor] = [processor for processor in found if not _is_served(processor)]
         if others and batched_processors(others, self.batching).do_processing:
             return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
-        if self._in_graph and self._read(self.processors, _ANY_PROMPT) is None:
+        if self.in_graph and self._read(self.processors, _ANY_PROMPT) is None:
             return Reason("processors", "one of a kind twice, or in another order")
         return None
 

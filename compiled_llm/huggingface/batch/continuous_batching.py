@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,16 +20,17 @@ from compiled_llm.compat.continuous_batching import (
     forget_kept_manager,
     kept_manager,
     listed,
+    with_children,
 )
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
+from compiled_llm.huggingface.batch.batch_answers import BatchAnswers, deliver_failure
 from compiled_llm.huggingface.batch.batch_settings import BatchSettings, end_tokens, logger, seeds
 from compiled_llm.huggingface.call.current_call import took
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import passed_over
-from compiled_llm.requests.sampling_params import SamplingParams
 
 _ROWS = 256  # how many requests run at once if nothing says it, and ``generate`` has room for fewer than there are
 
@@ -47,7 +48,8 @@ def manager_for(
     if runtime.asleep:  # HuggingFace's own would take what memory there is
         raise RuntimeError("generate_batch: the model is asleep, and has no pages; call wake() on its engine")
     model.eval()
-    kept, reason = kept_manager(model), runtime.obstacle()
+    kept = kept_manager(model)
+    reason = runtime.obstacle()
     if isinstance(kept, EngineManager) and reason is not None:
         forget_kept_manager(model)
         kept = None
@@ -63,7 +65,8 @@ def manager_for(
     took(runtime, "engine")
     runtime.counters.passed(passed_over(model, runtime.facts.version))
     settings.warn_of_what_has_no_effect()
-    room, requests = runtime.config.max_batch_size, getattr(hints, "num_requests", 0)
+    room = runtime.config.max_batch_size
+    requests = getattr(hints, "num_requests", 0)
     return EngineManager(model, settings, _rows(settings.batching, room, requests), requests)
 
 
@@ -134,7 +137,7 @@ class EngineManager(ManagerParts):
         if self.engine.closed:
             self.engine = self._new_engine()
         self.engine.reset_prefix_cache()
-        self.batch_processor = BatchProcessor(self)
+        self.batch_processor = self
         self.start_thread(self._finish)
 
     def stop(
@@ -156,15 +159,6 @@ class EngineManager(ManagerParts):
             self.join(0.0, timeout)
         if not keep_for_next_session:
             self.batch_processor = None
-
-    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
-        """Wait until it has stopped, ``timeout`` seconds at most."""
-        if (thread := self._generation_thread) is not None:
-            thread.join(timeout)
-            if thread.is_alive():
-                logger.warning("compiled_llm: generate_batch: requests still run after %s s", timeout)
-            else:
-                self._generation_thread = None
 
     def destroy(self) -> None:
         """Stop, and give all pages back; doing it again does nothing."""
@@ -194,107 +188,73 @@ class EngineManager(ManagerParts):
 
     # ---- requests
 
-    def add_request(
-        self,
-        input_ids: list[int],
-        request_id: str | None = None,
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        record_timestamps: bool = False,
-        eos_token_id: int | list[int] | None = None,
-        **logit_processor_kwargs: Any,
-    ) -> str | None:
-        """Begin to answer a prompt; return the request's id, or None if the manager takes no more requests.
-
-        A fault of the prompt becomes the ``error`` of its output.
-
-        Args:
-            eos_token_id: tokens that end it; those of the generation config if None, -1 for none.
-        """
-        if (reason := self.refusal()) is not None:
-            logger.warning("compiled_llm: generate_batch: %s A request of %d tokens is lost.", reason, len(input_ids))
-            return None
-        config = self.generation_config
-        state_of = partial(
-            RequestState,
-            initial_tokens=list(input_ids),
-            max_new_tokens=config.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            eos_token_id=config.eos_token_id if eos_token_id is None else eos_token_id,
-            streaming=streaming,
-            record_timestamps=record_timestamps,
-            logit_processor_kwargs=logit_processor_kwargs,
-        )
-        own_id = self.next_id() if request_id is None else request_id
-        ids = [own_id, *(f"{own_id}__child#{number}" for number in range(self.num_return_sequences - 1))]
-        answers = BatchAnswers([state_of(each) for each in ids], self.output_router, self._forget)
-        with self._changed:
-            self._answers.update(dict.fromkeys(ids, answers))
-        self._submit(answers)
-        return own_id
-
-    def _submit(self, answers: BatchAnswers) -> None:
-        state = answers.states[0]
+    def submit(self, state: RequestState) -> None:
+        states = with_children(state)
+        ids = [each.request_id for each in states]
         try:
-            settings = self._settings_now()
-            params = self._params(state, settings)
-            handle = self.engine.prepare(state.initial_tokens, params)
-            added = settings.added_to(params, state.initial_tokens)
-            for request in handle.requests:
-                request.sampling = added(request.sampling)
+            handle = self._prepared(state)
+            answers = BatchAnswers(states, handle, self.output_router, partial(self._forget, ids))
+            with self._changed:
+                self._answers.update(dict.fromkeys(ids, answers))
             self.engine.begin(handle)
         except Exception as error:  # its own; other requests go on
-            answers.fail(error)
+            self._forget(ids)
+            deliver_failure(self.output_router, states, error)
         else:
-            answers.follow(handle)
+            answers.follow()
 
-    def _params(self, state: RequestState, settings: BatchSettings) -> SamplingParams:
-        self._processors.check_kwargs(state.logit_processor_kwargs)
+    def _prepared(self, state: RequestState) -> RequestHandle:
+        settings = self._settings_now()
+        prompt = state.initial_tokens
         limit = state.max_new_tokens
-        return settings.params(
-            state.initial_tokens,
+        self._processors.check_kwargs(state.logit_processor_kwargs)
+        params = settings.params(
             state.logit_processor_kwargs,
-            next(self._seeds),
+            seed=next(self._seeds),
             max_tokens=None if limit is None else whole_limit(limit),
             ignore_eos=True,
             stop_token_ids=tuple(end_tokens(state.eos_token_id)),
             n=self.num_return_sequences,
         )
+        processors = settings.processors_for(prompt, state.logit_processor_kwargs, params)
+        if not settings.in_graph:
+            return self.engine.prepare(prompt, settings.between_steps(processors, params))
+        handle = self.engine.prepare(prompt, params)
+        settings.write(processors, prompt, handle.requests)
+        return handle
 
-    def cancel_request(self, request_id: str) -> None:
-        """End a request, without any more output; its children go on, unless none has begun."""
+    def cancel(self, request_id: str) -> None:
         if (answers := self._answers.get(request_id)) is not None:
             answers.cancel(request_id)
 
-    def _forget(self, answers: BatchAnswers) -> None:
+    def _forget(self, ids: Sequence[str]) -> None:
         with self._changed:
-            for state in answers.states:
-                self._answers.pop(state.request_id, None)
+            for each in ids:
+                self._answers.pop(each, None)
             self._changed.notify_all()
 
-    def requests_by_id(self, running: bool) -> dict[str, RequestState]:
-        """Return the unfinished requests that have begun to run, or those that wait, by id."""
-        with self._changed:
-            both = [(answers, state) for answers in set(self._answers.values()) for state in answers.states]
-        return {state.request_id: state for answers, state in both if answers.running == running}
+    # ---- the interface of a running manager, its ``batch_processor``, that ``transformers serve`` and others read
 
-
-class BatchProcessor:
-    """The interface of a running manager that ``transformers serve`` and other callers read."""
-
-    def __init__(self, manager: EngineManager) -> None:
-        self._manager = manager
-        self.scheduler = self  # callers ask either
+    @property
+    def scheduler(self) -> EngineManager:
+        return self
 
     @property
     def active_requests(self) -> dict[str, RequestState]:
-        return self._manager.requests_by_id(running=True)
+        return self._requests(running=True)
 
     @property
     def waiting_requests(self) -> dict[str, RequestState]:
-        return self._manager.requests_by_id(running=False)
+        return self._requests(running=False)
 
     def has_pending_requests(self) -> bool:
-        return bool(self.active_requests or self.waiting_requests)
+        return bool(self._answers)
+
+    def _requests(self, running: bool) -> dict[str, RequestState]:
+        """Return the unfinished requests that have begun to run, or those that wait, by id."""
+        with self._changed:
+            found = [answers for answers in set(self._answers.values()) if answers.running == running]
+        return {request_id: state for answers in found for request_id, state in answers.states.items()}
 
 
 def _rows(batching: ContinuousBatchingConfig, room: int, requests: int) -> int:

@@ -17,7 +17,7 @@ from compiled_llm.execution.prefill.embedded import EmbeddedTokens
 class BroughtColumns(Protocol):
     """What B rows bring in Q columns."""
 
-    def of(self, row: int, columns: NDArray[np.int64]) -> Brought | None:
+    def select(self, row: int, columns: NDArray[np.int64]) -> Brought | None:
         """Return what a row brings in some columns, ascending; None if that is nothing."""
         ...
 
@@ -27,6 +27,6 @@ class EmbeddedColumns(NamedTuple):
 
     embeddings: Tensor  # ``[B, Q, C]`` in the model's dtype
 
-    def of(self, row: int, columns: NDArray[np.int64]) -> EmbeddedTokens:
+    def select(self, row: int, columns: NDArray[np.int64]) -> EmbeddedTokens:
         """Return those of a row."""
         return EmbeddedTokens(self.embeddings[row], columns)

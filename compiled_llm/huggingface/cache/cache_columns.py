@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,12 +82,13 @@ def with_only_kept(stored: NDArray[np.bool_], rows: Sequence[RowUpdate]) -> NDAr
 
 def same_rows(ids: NDArray[np.int64], positions: NDArray[np.int64], fresh: Sequence[NDArray[np.int64]]) -> list[int]:
     """Return for each row the first one with the same tokens: beams begin as copies, and one of them is computed."""
+    return first_equal(np.stack([new, ids[row][new], positions[row][new]]) for row, new in enumerate(fresh))
+
+
+def first_equal(rows: Iterable[NDArray[np.int64]]) -> list[int]:
+    """Return for each row the number of the first one that equals it."""
     first: dict[bytes, int] = {}
-    keys = [
-        np.stack([new, ids[batch_index][new], positions[batch_index][new]]).tobytes()
-        for batch_index, new in enumerate(fresh)
-    ]
-    return [first.setdefault(key, batch_index) for batch_index, key in enumerate(keys)]
+    return [first.setdefault(row.tobytes(), number) for number, row in enumerate(rows)]
 
 
 def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor:

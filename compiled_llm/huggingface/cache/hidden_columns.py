@@ -14,37 +14,28 @@ from compiled_llm.execution.reporting.slow_paths import SlowPath
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
 
 
-class SeesOthersError(ValueError):
-    """A row would see other tokens than in HuggingFace's forward, which can serve the call."""
+class VisibilityMismatchError(ValueError):
+    """A row would see other tokens than in HuggingFace's forward, which can serve the call for this ``reason``."""
 
-    reason: SlowPath
-
-
-class HiddenInWindowError(SeesOthersError):
-    """A window would see other tokens than HuggingFace's."""
-
-    reason = "hidden_in_window"
-
-
-class PaddedBlocksError(SeesOthersError):
-    """Positions that do not count a row's own tokens, by which the blocks of an indexer lie in pages."""
-
-    reason = "padded_blocks"
+    def __init__(self, reason: SlowPath, message: str) -> None:
+        super().__init__(message)
+        self.reason: SlowPath = reason
 
 
 def check_blocks(rows: Sequence[RowUpdate], first: int, positions: NDArray[np.int64]) -> None:
-    """Raise PaddedBlocksError unless positions ``[B, Q]`` or ``[1, Q]`` from column ``first`` count the rows' own."""
+    """Raise VisibilityMismatchError unless positions ``[B, Q]`` or ``[1, Q]`` from ``first`` count the rows' own."""
     for row, update in enumerate(rows):
         given = positions[row % len(positions)][update.columns - first]
         if not np.array_equal(given, np.arange(update.kept, update.length)):
-            raise PaddedBlocksError(
+            raise VisibilityMismatchError(
+                "padded_blocks",
                 f"position_ids: those of row {row} do not count its own tokens, as blocks of tokens in pages do; give "
-                "position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0) of the new tokens"
+                "position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0) of the new tokens",
             )
 
 
 def check_windows(stored: NDArray[np.bool_], first: int, growth: int, windows: Sequence[int]) -> None:
-    """Raise HiddenInWindowError if windows see other tokens when they count stored tokens instead of columns.
+    """Raise VisibilityMismatchError if windows see other tokens when they count stored tokens instead of columns.
 
     Args:
         stored: ``[B, C]``, True for columns that lie in pages.
@@ -53,9 +44,10 @@ def check_windows(stored: NDArray[np.bool_], first: int, growth: int, windows: S
     """
     if (found := differing_window(stored, first, growth, windows)) is not None:
         row, window = found
-        raise HiddenInWindowError(
+        raise VisibilityMismatchError(
+            "hidden_in_window",
             f"attention_mask: row {row} has hidden tokens between others, which attention windows of {window} tokens "
-            "count in HuggingFace's forward, and not in pages; leave the hidden tokens out and begin with a new cache"
+            "count in HuggingFace's forward, and not in pages; leave the hidden tokens out and begin with a new cache",
         )
 
 

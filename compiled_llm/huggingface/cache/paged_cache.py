@@ -61,10 +61,12 @@ class PagedCache(Cache):
 
     def __init__(self, model_runner: ModelRunner, computed: KeysAndValues | None = None) -> None:
         """Be empty, or hold what was ``computed``, which enters pages once something needs it there."""
-        state, facts = model_runner.state, model_runner.state.facts
+        state = model_runner.state
+        facts = model_runner.state.facts
         of_all = state.dtype, state.device, not facts.states
         super().__init__(layers=[PagedLayer(self, index, *of_all) for index in range(len(facts.layers))])
-        self.model_runner, self._computed = model_runner, computed
+        self.model_runner = model_runner
+        self._computed = computed
         self._generate_loop: GenerateLoop | None = None
         self.stored = _NOTHING if computed is None else computed.shown
 
@@ -93,7 +95,8 @@ class PagedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return an independent copy; pages are shared until one of the two writes to them."""
         copy = PagedCache(self.model_runner)
-        copy._generate_loop, copy.stored = self.generate_loop.fork(), self.stored
+        copy._generate_loop = self.generate_loop.fork()
+        copy.stored = self.stored
         return copy
 
     def __reduce__(self) -> Any:
@@ -171,7 +174,8 @@ class PagedCache(Cache):
     def close(self) -> None:
         if self._generate_loop is not None:
             self._generate_loop.close()
-        self._computed, self.stored = None, _NOTHING
+        self._computed = None
+        self.stored = _NOTHING
 
     def reset(self) -> None:
         """Drop all tokens and give their pages back; the cache can be used again."""
@@ -191,7 +195,8 @@ class PagedCache(Cache):
         if left < 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} and the cache was given {self.seen} tokens")
         lengths = self.stored[:, :left].sum(axis=1).tolist()
-        kinds, given = self.model_runner.state.facts.kinds, f"crop: tokens_to_remove={tokens_to_remove}"
+        kinds = self.model_runner.state.facts.kinds
+        given = f"crop: tokens_to_remove={tokens_to_remove}"
         refused = refusal(kinds, "crop", given)
         if refused and any(0 < kept < row.exact_length for row, kept in zip(self._rows, lengths, strict=True)):
             raise ValueError(refused)
@@ -225,17 +230,20 @@ class PagedCache(Cache):
         """Return ``row_updates`` of a call with ``batch`` rows; ValueError if the cache has another number of rows."""
         if self.seen and len(self.stored) != batch:
             raise ValueError(f"input_ids: {batch} rows do not fit a cache of {len(self.stored)} rows")
-        stored = self.stored if self.seen else np.zeros((batch, 0), dtype=bool)
-        shown, keeps_states = None if mask is None else on_host(mask) != 0, bool(self.model_runner.state.facts.states)
-        return row_updates(stored, shown, first, last, keeps_states)
+        shown = None if mask is None else on_host(mask) != 0
+        keeps_states = bool(self.model_runner.state.facts.states)
+        return row_updates(self._stored_of(batch), shown, first, last, keeps_states)
 
     def check_windows(self, updates: Sequence[RowUpdate], last: int, growth: int = 0) -> None:
-        """Raise HiddenInWindowError if a window hides tokens, or will ``growth`` tokens after column ``last``."""
+        """Raise VisibilityMismatchError if a window hides tokens, or will ``growth`` tokens after column ``last``."""
         windows = self.model_runner.windows
         if windows and last + growth > min(windows):
-            stored = self.stored if self.seen else np.zeros((len(updates), 0), dtype=bool)
             first = min(update.unchanged for update in updates)
-            check_windows(with_updates(stored, updates, last), first, growth, windows)
+            check_windows(with_updates(self._stored_of(len(updates)), updates, last), first, growth, windows)
+
+    def _stored_of(self, rows: int) -> NDArray[np.bool_]:
+        """Return ``stored``, which has no rows yet where there are no columns."""
+        return self.stored if self.seen else np.zeros((rows, 0), dtype=bool)
 
     @contextmanager
     def extended(self, updates: Sequence[RowUpdate], last: int) -> Iterator[list[Row]]:
@@ -243,10 +251,11 @@ class PagedCache(Cache):
         while len(self.generate_loop.rows) < len(updates):
             self.generate_loop.add_row(0)
         rows = list(self.generate_loop.rows)
-        stored = self.stored if self.seen else np.zeros((len(rows), 0), dtype=bool)
+        stored = self._stored_of(len(rows))
         for row, update in zip(rows, updates, strict=True):
             row.rewind(update.kept)
-        positions, lent = [row.exact_position for row in rows], _lent(rows)
+        positions = [row.exact_position for row in rows]
+        lent = _lent(rows)
         self.stored = with_only_kept(stored, updates)
         try:
             yield rows
@@ -294,7 +303,7 @@ class PagedCache(Cache):
 
         Raises:
             ValueError: the rows are not the cache's, a token id does not exist, or the model has too few positions.
-            SeesOthersError: a row would see other tokens than in HuggingFace's forward.
+            VisibilityMismatchError: a row would see other tokens than in HuggingFace's forward.
             OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
         """
         batch, new = input_ids.shape
@@ -322,7 +331,8 @@ class PagedCache(Cache):
         return self._extend(input_ids, brought, position_ids, rows, columns, wanted)
 
     def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
-        longest, most = max(row.length for row in rows), self.model_runner.max_positions
+        longest = max(row.length for row in rows)
+        most = self.model_runner.max_positions
         if longest > most:
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
@@ -351,11 +361,13 @@ class PagedCache(Cache):
         columns: NDArray[np.int64],
         wanted: Any,
     ) -> tuple[Tensor, Any]:
-        first, new = self.seen, position_ids.shape[1]
+        first = self.seen
+        new = position_ids.shape[1]
         ids = self._known_ids(input_ids)
         positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
         fresh = [row.columns - first for row in rows]
-        leaders = same_rows(ids, positions, fresh) if not first and brought is None else list(range(len(rows)))
+        each_itself = list(range(len(rows)))
+        leaders = same_rows(ids, positions, fresh) if not first and brought is None else each_itself
         active = [batch_index for batch_index in sorted(set(leaders)) if len(fresh[batch_index])]
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
@@ -370,7 +382,7 @@ class PagedCache(Cache):
                 [ids[batch_index][fresh[batch_index]] for batch_index in active],
                 [positions[batch_index][fresh[batch_index]] for batch_index in active],
                 kept,
-                None if brought is None else [brought.of(index, fresh[index]) for index in active],
+                None if brought is None else [brought.select(index, fresh[index]) for index in active],
             )
             self.generate_loop.select(leaders)
         if len(kept) == len(rows) * len(distinct):
@@ -379,11 +391,11 @@ class PagedCache(Cache):
             places = packed[kept] // new * len(distinct) + np.searchsorted(distinct, packed[kept] % new)
             out = logits.new_zeros(len(rows), len(distinct), logits.shape[-1])
             out.view(-1, logits.shape[-1]).index_copy_(0, self._uploaded(places), logits)
-            out = out if leaders == list(range(len(rows))) else out[self._uploaded(np.array(leaders))]
         found = emitted()
-        if found is not None and leaders != list(range(len(rows))):
+        if leaders != each_itself:
             followed = self._uploaded(np.array(leaders))
-            found = found.map(lambda tensor: tensor[followed])
+            out = out[followed]
+            found = None if found is None else found.map(lambda tensor: tensor[followed])
         return out if distinct is columns else out[:, self._uploaded(order)], found
 
     def _uploaded(self, indices: NDArray[np.int64]) -> Tensor:

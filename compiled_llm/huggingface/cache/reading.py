@@ -49,7 +49,8 @@ def read_into(cache: PagedCache, original: Cache, shown: NDArray[np.bool_], posi
     while len(generate_loop.rows) < len(shown):
         generate_loop.add_row(0)
     new = shown[:, cache.seen :]
-    theirs, layers = cast("list[Any]", original.layers), generate_loop.model_runner.state.facts.layers
+    theirs = cast("list[Any]", original.layers)
+    layers = generate_loop.model_runner.state.facts.layers
     both = zip(owners_of_keys(layers), layers, strict=True)
     keys = [_keys_and_values(theirs[own], shown.shape[1]) if layer.kind.attends else None for own, layer in both]
     keys += [_index_keys(theirs[number], shown.shape[1]) for number in places_beside(layers)]
@@ -135,7 +136,8 @@ def may_be_in_pages(cache: DynamicCache, model_runner: ModelRunner, rows: int, n
     """Whether a call of ``rows`` rows, B, and ``new`` tokens can run over pages in place of a cache."""
     if (paged := pages_of(cache)) is not None:
         return len(paged.stored) == rows
-    state, most = model_runner.state, int(cache.get_seq_length()) + new
+    state = model_runner.state
+    most = int(cache.get_seq_length()) + new
     if not readable(cache, state.facts.layers, state, rows, most):
         return False
     layers = cast("list[CacheLayerMixin]", cache.layers)

@@ -49,7 +49,8 @@ class StandIn(PagedCache):
         """Append to the original the tokens stored since it was read, and give all pages back; return it."""
         original = self.original
         assert original is not None
-        known, layers = int(original.get_seq_length()), self.model_runner.state.facts.layers
+        known = int(original.get_seq_length())
+        layers = self.model_runner.state.facts.layers
         if known < self.seen:
             for index in [number for number, layer in enumerate(layers) if layer.fills_caches]:
                 keys, values = self.copied(index)

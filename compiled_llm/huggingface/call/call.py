@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
 from compiled_llm.execution.limits import pages_needed, whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.huggingface.cache.cache_columns import RowUpdate
+from compiled_llm.huggingface.cache.cache_columns import RowUpdate, first_equal
 from compiled_llm.huggingface.cache.more_outputs import more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
@@ -79,7 +79,8 @@ class PagedCall(LoopArguments):
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> PagedCall | None:
         """Read HuggingFace's arguments of a decoding method; None if the cache is not ours, or ValueError."""
         inputs = arguments.kwargs
-        cache, mask = inputs.get(runtime.facts.generate_argument), inputs.get("attention_mask")
+        cache = inputs.get(runtime.facts.generate_argument)
+        mask = inputs.get("attention_mask")
         if not isinstance(cache, PagedCache):
             return None
         batch, tokens = inputs.get("inputs_embeds", arguments.input_ids).shape[:2]
@@ -153,8 +154,7 @@ class PagedCall(LoopArguments):
         """For each row the first one that begins with the same tokens; itself if the cache holds some already."""
         if self.cache.generate_loop.rows or self.prefilled_apart:
             return list(range(len(self.updates)))
-        first: dict[bytes, int] = {}
-        return [first.setdefault(tokens.tobytes(), batch_index) for batch_index, tokens in enumerate(self.tokens)]
+        return first_equal(self.tokens)
 
     @property
     def returns_cache(self) -> bool:
@@ -194,7 +194,8 @@ class PagedCall(LoopArguments):
 
     def pages_needed_by_huggingface(self) -> int:
         """Return how many pages HuggingFace's loop may need, whose beams continue from each other."""
-        most, beams = self.max_new + self.drafted, self.config.num_beams or 1
+        most = self.max_new + self.drafted
+        beams = self.config.num_beams or 1
         if not self.cache.generate_loop.rows:
             copies = 1 if self.prefilled_apart else max(beams, self.config.num_return_sequences or 1)
             common = [length if batch_index % copies else 0 for batch_index, length in enumerate(self.lengths)]

@@ -12,7 +12,6 @@ from compiled_llm.execution.reporting.stats import Path
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
-from compiled_llm.model.version.model_version import Placement
 
 C = TypeVar("C", bound=PagedCache)
 
@@ -21,7 +20,7 @@ C = TypeVar("C", bound=PagedCache)
 class GenerateCall:
     """A call of ``generate`` in progress; ``custom`` if the loop is that of ``custom_generate``."""
 
-    taken: list[Path]  # of this call and the calls inside it
+    paths: list[Path]  # of this call and the calls inside it
     copies: HostCopies = field(default_factory=HostCopies)
     caches: list[PagedCache] = field(default_factory=list)  # that the call has made; the user has not seen them
     original: list[Reason] = field(default_factory=list)  # why its forwards are HuggingFace's own
@@ -30,7 +29,7 @@ class GenerateCall:
     @classmethod
     def inside(cls, outer: GenerateCall | None, custom: bool = False) -> GenerateCall:
         """Return a new call, made by ``outer`` if there is one: an assistant's drafts, for example."""
-        return cls([] if outer is None else outer.taken, custom=custom)
+        return cls([] if outer is None else outer.paths, custom=custom)
 
 
 current_call: ContextVar[GenerateCall | None] = of_one_call(ContextVar("current_call", default=None), None)
@@ -41,10 +40,6 @@ def copies() -> HostCopies:
     """Return the current call's host copies; empty if a decoding method is called by itself."""
     call = current_call.get()
     return HostCopies() if call is None else call.copies
-
-
-def new_cache(runtime: CompiledModel, placement: Placement) -> PagedCache:
-    return made(runtime.new_cache(placement))
 
 
 def made(cache: C) -> C:
@@ -70,5 +65,5 @@ def original_reason() -> Reason | None:
 def took(runtime: CompiledModel, path: Path, reason: Reason | None = None) -> None:
     """Count a call's path, with the reason if it is not the fast loop."""
     if (call := current_call.get()) is not None:
-        call.taken.append(path)
+        call.paths.append(path)
     runtime.counters.took(path, reason)

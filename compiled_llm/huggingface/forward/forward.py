@@ -29,7 +29,7 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import needed
 from compiled_llm.huggingface.cache.brought_columns import BroughtColumns, EmbeddedColumns
 from compiled_llm.huggingface.cache.cache_columns import on_host
-from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
+from compiled_llm.huggingface.cache.hidden_columns import VisibilityMismatchError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
 from compiled_llm.huggingface.cache.more_outputs import more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
@@ -59,7 +59,8 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     if is_traced() or dynamo_watches():  # the user's own torch.compile or torch.export
         self._note_outer_compile()
         return original(self, *args, **kwargs)
-    arguments, runtime = by_name(original, args, kwargs), self.compiled
+    arguments = by_name(original, args, kwargs)
+    runtime = self.compiled
     runtime.home.check()
     runtime.runner_lifecycle.check_weights()
     if current_call.get() is not None:
@@ -80,7 +81,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
                 output = compiled(original, runtime, arguments)
             except OutOfPagesError:
                 reason = Reason("out_of_pages")  # other threads took them since
-            except SeesOthersError as error:
+            except VisibilityMismatchError as error:
                 reason = Reason(error.reason)
             else:
                 count_forward(runtime, "compiled")
@@ -110,7 +111,8 @@ def _run_prefill(
     rows, tokens = tokens_in(arguments)
     columns = columns_in(prefill.over)
     columns = cache.seen + tokens if columns is None else columns
-    mask, newest = arguments.get("attention_mask"), torch.tensor([[columns - 1]], device="cpu")
+    mask = arguments.get("attention_mask")
+    newest = torch.tensor([[columns - 1]], device="cpu")
     position_ids = arguments.get("position_ids", newest)
     last = one_a_token(position_ids[..., -1:], self.config)
     if last is None or not (
@@ -127,7 +129,8 @@ def _run_prefill(
 
 def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> Any:
     """Run the compiled forward over our cache; HuggingFace's own takes only one that ``generate`` has made."""
-    runtime, call = self.compiled, current_call.get()
+    runtime = self.compiled
+    call = current_call.get()
     check_ready(runtime.facts.version)
     replaceable = call is not None and any(made is cache for made in call.caches)
     reason = forward_obstacle(original, self, arguments, runtime.placement())
@@ -172,7 +175,7 @@ def count_forward(runtime: CompiledModel, path: ForwardPath, reason: Reason | No
     """Count a call of ``forward``, or the call of ``generate`` that it is part of if that turns out to be original."""
     if (call := current_call.get()) is not None:
         # The cache stays empty if what the user overrides hands the forward another one.
-        if path == "original" and path not in call.taken and any(not cache.seen for cache in call.caches):
+        if path == "original" and path not in call.paths and any(not cache.seen for cache in call.caches):
             took(runtime, path, reason)
         return
     if (paths := _counted.get()) is not None:
@@ -196,13 +199,15 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 
     Raises:
         ValueError: the arguments do not fit the cache or the model.
-        SeesOthersError: a row would see other tokens than in HuggingFace's forward; nothing was stored.
+        VisibilityMismatchError: a row would see other tokens than in HuggingFace's forward; nothing was stored.
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
-    model, argument = runtime.facts.model, runtime.facts.cache_argument
+    model = runtime.facts.model
+    argument = runtime.facts.cache_argument
     if "position_ids" in arguments and reader_of(arguments) is None:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
-    given, keeps = arguments.get(argument), keeps_cache(model, arguments)
+    given = arguments.get(argument)
+    keeps = keeps_cache(model, arguments)
     asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
     wanted = more_outputs(asked, runtime.facts.hooks)
     rows = None if given is not None or wanted is not None else NewRows.of(runtime, arguments)
@@ -215,7 +220,8 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     if cache is not None and isinstance(given, DynamicCache):
         put_in_pages(given, cache)
     returned = cache if given is None else given if keeps or runtime.facts.hands_cache_back else None
-    labels, loss = arguments.get("labels"), None
+    labels = arguments.get("labels")
+    loss = None
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
@@ -239,7 +245,8 @@ def _cache_for(
 
 
 def _pages_of(runtime: CompiledModel, cache: DynamicCache, arguments: Mapping[str, Any]) -> PagedCache:
-    mask, known = arguments.get("attention_mask"), int(cache.get_seq_length())
+    mask = arguments.get("attention_mask")
+    known = int(cache.get_seq_length())
     rows = tokens_in(arguments)[0]
     shown = np.ones((rows, known), dtype=bool) if mask is None else on_host(mask)[:, :known] != 0
     paged = pages_of(cache)
@@ -273,7 +280,7 @@ def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: Any) ->
             of_part = _checked_forward(runtime, cache, part, wanted)
             logits.append(of_part[0])
             emitted.append(of_part[1])
-            cache.generate_loop.report_wrong_pages()
+            cache.generate_loop.let_taps_report()
         finally:
             cache.close()
     if len(logits) == 1:
@@ -307,7 +314,8 @@ def _columns_of(
     model_runner: ModelRunner, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, BroughtColumns | None]:
     """Return a forward's ids and positions, ``[B, Q]`` each, and what its rows bring besides."""
-    positions, embeddings = arguments.get("position_ids"), arguments.get("inputs_embeds")
+    positions = arguments.get("position_ids")
+    embeddings = arguments.get("inputs_embeds")
     if embeddings is not None:
         ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device="cpu")
         return ids, positions, EmbeddedColumns(embeddings.to(model_runner.device))
@@ -347,5 +355,6 @@ def fitting(runtime: CompiledModel, arguments: Mapping[str, Any], placement: Pla
     if cache is not None:  # it may have pages already
         fits = may_be_in_pages(cache, model_runner, rows, tokens)
         return None if fits else Reason("past_key_values", type(cache).__name__)
-    pool, rows = model_runner.pool, min(rows, model_runner.max_batch_size)
+    pool = model_runner.pool
+    rows = min(rows, model_runner.max_batch_size)
     return None if rows * pool.pages_for(tokens) <= pool.available else Reason("out_of_pages")

@@ -33,14 +33,20 @@ from compiled_llm.model.version.model_version import Placement
 
 NUM_ITEMS = "num_items_in_batch"  # what HuggingFace's Trainer passes with labels: the loss function divides by it
 
-_TAKEN = frozenset(
+_KNOWN = frozenset(
     {
-        *("input_ids", "inputs_embeds", "attention_mask", "position_ids"),
-        *("labels", "use_cache", "logits_to_keep", "return_dict", "output_hidden_states"),
+        "input_ids",
+        "inputs_embeds",
+        "attention_mask",
+        "position_ids",
+        "labels",
+        "use_cache",
+        "logits_to_keep",
+        "return_dict",
+        "output_hidden_states",
         NUM_ITEMS,
     }
-)
-_KNOWN = _TAKEN.union(UNSERVED_OUTPUTS)
+).union(UNSERVED_OUTPUTS)
 _IGNORED_LABEL = -100
 _HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer", "streamer"})
 """Inputs of ``generate`` itself that it passes to beam search too, which passes them to the model."""
@@ -88,7 +94,8 @@ def _obstacles(
 ) -> Iterator[Reason]:
     compiled = cast(CompiledModel, model.compiled)
     argument = compiled.facts.cache_argument
-    cache, mask = arguments.get(argument), arguments.get("attention_mask")
+    cache = arguments.get(argument)
+    mask = arguments.get("attention_mask")
     paged = isinstance(cache, PagedCache)
     if compiled.asleep:
         yield Reason("asleep")
@@ -169,7 +176,8 @@ def _wants_gradients(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bo
 
 
 def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[Reason]:
-    labels, mask = arguments["labels"], arguments.get("attention_mask")
+    labels = arguments["labels"]
+    mask = arguments.get("attention_mask")
     if "loss_function" not in inspect.unwrap(original).__code__.co_names:
         yield Reason("loss_function")
     elif NUM_ITEMS in arguments and not _hands_on_to_loss(original):
@@ -194,7 +202,8 @@ def _hands_on_to_loss(original: Callable[..., Any]) -> bool:
 
 def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
     """Yield inputs that HuggingFace's own forward answers better: with its original error, or without limits."""
-    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    ids = arguments.get("input_ids")
+    embeddings = arguments.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
         yield Reason("inputs", "not one of input_ids and inputs_embeds")
     elif embeddings is not None and (embeddings.dim() != 3 or embeddings.dtype != model.dtype):
@@ -207,7 +216,8 @@ def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> It
 
 def _cache_obstacles(model: PreTrainedModel, cache: DynamicCache, arguments: Mapping[str, Any]) -> Iterator[Reason]:
     """Yield what keeps pages from standing in for a user's cache; its layers are looked at later."""
-    tokens, known = tokens_in(arguments)[1], int(cache.get_seq_length())
+    tokens = tokens_in(arguments)[1]
+    known = int(cache.get_seq_length())
     mask = arguments.get("attention_mask")
     if mask is not None and bool((mask[:, known:] == 0).any()):
         yield Reason("prefill", "the cache has to hold masked tokens too")

@@ -32,7 +32,8 @@ class NewRows(NamedTuple):
     def of(cls, runtime: CompiledModel, arguments: Mapping[str, Any]) -> NewRows | None:
         """Return the rows of a call without a ``forward_obstacle`` and without a cache; None if they need pages."""
         model_runner = runtime.runner_lifecycle.present  # whether it still fits the model has just been asked
-        input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        input_ids = arguments.get("input_ids")
+        mask = arguments.get("attention_mask")
         if model_runner is None or input_ids is None or not (mask is None or mask.shape == input_ids.shape):
             return None
         ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64, copy=False)
@@ -54,10 +55,12 @@ class NewRows(NamedTuple):
         places = self.shown.cumsum().reshape(self.shown.shape)[:, self.columns] - 1
         wanted = self.shown[:, self.columns]
         keep = places[wanted]
-        thread, unpaged = self.model_runner.thread, self.model_runner.unpaged
+        thread = self.model_runner.thread
+        unpaged = self.model_runner.unpaged
         logits, computed = thread.call(unpaged.run, self.ids, self.positions, self.shown, keep)
         if len(keep) < wanted.size:
-            packed, logits = logits, logits.new_zeros(wanted.size, logits.shape[-1])
+            packed = logits
+            logits = logits.new_zeros(wanted.size, logits.shape[-1])
             logits.index_copy_(0, torch.from_numpy(np.flatnonzero(wanted)), packed)
         cache = PagedCache(self.model_runner, computed) if keeps else None
         return logits.view(*wanted.shape, logits.shape[-1]), cache

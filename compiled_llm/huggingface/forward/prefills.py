@@ -17,11 +17,25 @@ from compiled_llm.huggingface.call.other_inputs import one_a_token
 
 OF_PREFILLS = frozenset(
     {
-        *("mm_encoder_outputs", "mm_token_type_ids", "token_type_ids", "num_local_patches", "second_per_grid_ts"),
-        *("pixel_values", "pixel_values_images", "pixel_values_videos", "high_res_pixel_values"),
-        *("pixel_mask", "pixel_attention_mask", "image_sizes", "image_sizes_videos"),
-        *("image_grid_thw", "video_grid_thw", "spatial_shapes", "batch_num_images"),
-        *("image_position_ids", "video_position_ids"),
+        "mm_encoder_outputs",
+        "mm_token_type_ids",
+        "token_type_ids",
+        "num_local_patches",
+        "second_per_grid_ts",
+        "pixel_values",
+        "pixel_values_images",
+        "pixel_values_videos",
+        "high_res_pixel_values",
+        "pixel_mask",
+        "pixel_attention_mask",
+        "image_sizes",
+        "image_sizes_videos",
+        "image_grid_thw",
+        "video_grid_thw",
+        "spatial_shapes",
+        "batch_num_images",
+        "image_position_ids",
+        "video_position_ids",
     }
 )
 """Inputs of images and videos that a vision-language model reads while it computes a prompt, and not afterwards."""

@@ -89,7 +89,8 @@ def _negative_prompts(
         return None
     if call.runtime.facts.default_positions == "own":
         return None
-    ids, mask = context["input_ids"], context["attention_mask"]
+    ids = context["input_ids"]
+    mask = context["attention_mask"]
     read = call.ids[:, -1:] if ids is None else call.copies.of(ids).numpy().astype(np.int64)
     shown = np.ones(read.shape, dtype=bool) if mask is None else call.copies.of(mask).numpy() != 0
     padded_left = shown.shape == read.shape and bool((shown[:, 1:] >= shown[:, :-1]).all() and shown[:, -1:].all())

@@ -21,7 +21,8 @@ def check_room(call: PagedCall) -> None:
     states = of_a_column * (call.last - call.cache.seen + steps - 1)
     if not (scores or states):
         return
-    free, rows = free_bytes(call.model_runner.device), len(call.input_ids)
+    free = free_bytes(call.model_runner.device)
+    rows = len(call.input_ids)
     if scores + states <= free:
         return
     taken = f"{(scores + states) / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give fewer rows"

@@ -85,8 +85,10 @@ class Prompts(NamedTuple):
 
 def read_processors(call: PagedCall) -> list[Sampling] | None:
     """Return each row's settings, seeds from torch's default generator; None if the graph lacks a processor."""
-    vocabulary, scored = logits_width(call.runtime.facts.model), call.wants_scores("output_scores")
-    prompts, do_sample = Prompts(call.ids, call.copies, vocabulary, scored), bool(call.config.do_sample)
+    vocabulary = logits_width(call.runtime.facts.model)
+    scored = call.wants_scores("output_scores")
+    prompts = Prompts(call.ids, call.copies, vocabulary, scored)
+    do_sample = bool(call.config.do_sample)
     if (settings := samplings_of(call.processors, do_sample, prompts)) is None or not do_sample:
         return settings
     seeds = new_seeds(len(settings)).tolist()
@@ -172,7 +174,8 @@ def _adjustments(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     """Return the fields of ``Sampling`` that forbid, force and bias tokens; None if the graph cannot have them."""
     if set(found) <= set(_NUMBERS):
         return {}
-    suppressed, biases = _suppressed(found, prompts), list(_biases(found, prompts))
+    suppressed = _suppressed(found, prompts)
+    biases = list(_biases(found, prompts))
     width = prompts.vocabulary
     ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
     if not ours or len(biases) > MAX_BIASES or _order_decides(found, biases, suppressed):

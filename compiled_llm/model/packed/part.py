@@ -29,7 +29,7 @@ from compiled_llm.model.packed.readers import (
 )
 from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, as_parameters
 from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
-from compiled_llm.model.traced.shallow_copies import ShallowCopies, shallow_copy
+from compiled_llm.model.traced.shallow_copies import ShallowCopies, with_children
 from compiled_llm.model.traced.stand_ins import Change, Groups, Product
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.tensors import tensors_of
@@ -64,9 +64,7 @@ class PackedStandIns:
         """Return a copy of a model in which they stand; made again: it keeps the model alive."""
         if self._dropped:
             self._take_in(model)
-        if not self._children:
-            return model
-        copied: PreTrainedModel = shallow_copy(model, _modules={**model._modules, **self._children})
+        copied: PreTrainedModel = with_children(model, self._children)
         return copied
 
     def refresh(self, model: PreTrainedModel, values: int) -> Change:
@@ -167,7 +165,7 @@ class PackedStandIns:
         read = {module: said for module, (_, said) in found.items() if isinstance(said, ReadWeight)}
         self._modules = {module: self._standing_for(module, said) for module, said in read.items()}
         self._named = {found[module][0]: Member(module, own) for module, own in self._modules.items()}
-        self._children = ShallowCopies(self._modules).of_children(model)
+        self._children = ShallowCopies(self._modules).copy_children(model)
         counted = _counted(said for _, said in found.values())
         self._copied_by_readers = sum(said.copied for said in read.values())
         self.scratch = max((scratch_bytes(said.weight, model.dtype) for said in read.values()), default=0)

@@ -27,8 +27,12 @@ def with_another(module: nn.Module, path: Sequence[str], change: Callable[[nn.Mo
     name, *rest = path
     inner = module._modules[name]
     assert inner is not None, "there is a module at the path"
-    children = {**module._modules, name: with_another(inner, rest, change)}
-    return shallow_copy(module, _modules=children)
+    return with_children(module, {name: with_another(inner, rest, change)})
+
+
+def with_children(module: nn.Module, children: Mapping[str, nn.Module]) -> Any:
+    """Return a copy of ``module`` with other children of these names; itself if there are none."""
+    return shallow_copy(module, _modules={**module._modules, **children}) if children else module
 
 
 class ShallowCopies:
@@ -38,16 +42,16 @@ class ShallowCopies:
         """``stand_ins`` are by the modules that they stand for."""
         self._known: dict[nn.Module, nn.Module] = dict(stand_ins)
 
-    def of_children(self, module: nn.Module) -> dict[str, nn.Module]:
+    def copy_children(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return, by name, copies of those of a module's children in which something changes."""
-        copies = ((name, child, self.of(child)) for name, child in module.named_children())
+        copies = ((name, child, self.copy(child)) for name, child in module.named_children())
         return {name: copied for name, child, copied in copies if copied is not child}
 
-    def of(self, module: nn.Module) -> nn.Module:
+    def copy(self, module: nn.Module) -> nn.Module:
         """Return a copy, or the module itself if nothing in it changes; of one in two places, one."""
         if module not in self._known:
             self._known[module] = module  # for those that hold themselves
-            children = {name: None if child is None else self.of(child) for name, child in module._modules.items()}
+            children = {name: None if child is None else self.copy(child) for name, child in module._modules.items()}
             self._known[module] = self._copied(module, children)
         return self._known[module]
 

@@ -17,7 +17,6 @@ OF_ENGINE_PROCESSES = frozenset(
         "artifacts",
         "backend",
         "batch_invariant",
-        "check_pages",
         "device",
         "dtype",
         "kv_dtype",

@@ -16,9 +16,10 @@ from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTables
 from compiled_llm.execution.drafts.texts import Texts
-from compiled_llm_ops.contracts.page_checks import CHAIN_KNOWN, CHAIN_ORIGIN, CHAIN_SKIPPED
 from support.compilation.drafted_cases import DRAFTERS, SETTINGS, START, STEPS, case_of, check, ngrams_of
 from support.compilation.drafted_rows import Known, Rows, always, never, parts_of, some_of, sometimes, tiny_model
+from support.execution.page_checks import check_pages
+from support.ops.page_tags import CHAIN_KNOWN, CHAIN_ORIGIN, CHAIN_SKIPPED
 
 OF_ROWS = "slots", "positions", "lengths", "starts"
 
@@ -121,7 +122,7 @@ def test_rows_whose_sampling_is_deferred_count_one(seed: int) -> None:
 def test_taps_hear_of_what_does_not_count(goes_back: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tags of pages are checked: a row that forgets wrong drafts goes on after its own tokens."""
     case = case_of(3, seed)
-    model = tiny_model(3, rows=len(SETTINGS), check_pages="log")
+    model = check_pages(tiny_model(3, rows=len(SETTINGS)))
     tags = model.compiled.model_runner().state.taps[0].inputs
     tags.chains[:] = CHAIN_KNOWN + CHAIN_ORIGIN
     tags.chains[len(SETTINGS)] = CHAIN_SKIPPED  # padding

@@ -9,6 +9,7 @@ import pytest
 
 import compiled_llm
 from compiled_llm.engine.chunks.stretched import Stretched
+from compiled_llm.engine.steps import loop
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
@@ -78,7 +79,8 @@ def test_a_request_that_comes_meanwhile_runs_in_the_next_step(monkeypatch: pytes
     monkeypatch.setattr(Changed, "wait_before", wait)
     monkeypatch.setattr(Readback, "arrived", property(lambda _: False))
     monkeypatch.setattr(DeviceTimer, "seconds", property(lambda _: 0.01))
-    with compiled_llm.Engine(wrapped(), max_step_ms=Stretched()) as engine:
+    monkeypatch.setattr(loop, "chunks_of", lambda *_: Stretched())
+    with compiled_llm.Engine(wrapped()) as engine:
         first = engine.submit([3, 4, 5], greedy(60))
         first.when_changed(lambda: None)
         first.result(PATIENCE)
@@ -94,7 +96,8 @@ def test_nothing_waits_without_somebody_who_follows(follows: bool, monkeypatch: 
     monkeypatch.setattr(Changed, "wait_before", lambda _, due: waited.append(due))
     monkeypatch.setattr(Readback, "arrived", property(lambda _: False))
     monkeypatch.setattr(DeviceTimer, "seconds", property(lambda _: 0.01))
-    with compiled_llm.Engine(wrapped(), max_step_ms=Stretched()) as engine:
+    monkeypatch.setattr(loop, "chunks_of", lambda *_: Stretched())
+    with compiled_llm.Engine(wrapped()) as engine:
         handle = engine.submit([3, 4, 5], greedy(60))
         if follows:
             handle.when_changed(lambda: None)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 
 import compiled_llm
-from compiled_llm.engine.chunks.state import ChunkState
 from compiled_llm.engine.chunks.stretched import Stretched
 from compiled_llm.engine.chunks.whole import Whole
 from compiled_llm.engine.chunks.within import Within
+from compiled_llm.engine.steps import loop
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
@@ -118,9 +118,8 @@ def test_chunks_are_short_beside_answers_that_somebody_follows(
     model = wrapped(4000, tiny_qwen3(), page_size=16)
     draw = random.Random(seed)
     prompts = [[draw.randrange(3, 128) for _ in range(200)] for _ in range(8)]
-    with compiled_llm.Engine(
-        model, max_num_seqs=4, max_step_ms=Stretched(often=0.001, steps=100), prefix_cache=False
-    ) as engine:
+    monkeypatch.setattr(loop, "chunks_of", lambda *_: Stretched(often=0.001, steps=100))
+    with compiled_llm.Engine(model, max_num_seqs=4, prefix_cache=False) as engine:
         first = engine.submit(prompts[0], greedy(100))
         if follows:
             first.when_changed(lambda: None)
@@ -133,53 +132,30 @@ def test_chunks_are_short_beside_answers_that_somebody_follows(
     assert follows or min(beside) >= 200
 
 
-def test_a_policy_of_the_users_own_is_asked() -> None:
-    asked: list[tuple[int, int, bool]] = []
-
-    class Eleven:
-        def plan(self, state: ChunkState) -> int:
-            asked.append((state.rows, state.left, state.followed))
-            return 11
-
-    with compiled_llm.Engine(wrapped(), max_step_ms=Eleven()) as engine:
-        assert len(engine.generate([list(range(3, 33))], greedy(3))[0].token_ids) == 3
-    assert asked[:3] == [(0, 30, False), (0, 19, False), (0, 8, False)]
-
-
-@pytest.mark.parametrize("said", ["a word", 1.5, None, OSError("a fault")])
-def test_a_policy_that_fails_is_asked_no_more(said: object, caplog: pytest.LogCaptureFixture) -> None:
-    class Failing:
-        def plan(self, state: ChunkState) -> Any:
-            if isinstance(said, OSError):
-                raise said
-            return said
-
-    with compiled_llm.Engine(wrapped(), max_step_ms=Failing()) as engine:
-        assert len(engine.generate([list(range(3, 33))], greedy(3))[0].token_ids) == 3
-        assert engine.stats().steps == 3
-    (line,) = warnings_of(caplog)
-    assert "max_step_ms: Failing.plan has failed, and the engine goes on with None: " in line
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("limit", [1000.0, Stretched()])
-def test_steps_are_repeated_though_some_are_timed(limit: float | Stretched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", [Within(1000.0), Stretched()])
+def test_steps_are_repeated_though_some_are_timed(policy: Within | Stretched, monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)
     monkeypatch.setattr(Loop, "asynchronous", True)
     model = uncompiled(monkeypatch)
     launched: list[int] = []
-    for option in (None, limit):
+    for chunks in (Whole(), policy):
+        monkeypatch.setattr(loop, "chunks_of", functools.partial(_given, chunks))
         launches = note_calls(monkeypatch, Loop, "_launch", lambda *_: None)
         learnt = note_calls(monkeypatch, TokenBudget, "ran", lambda _, decoding, tokens, *__: (decoding, tokens))
-        with compiled_llm.Engine(model, max_step_ms=option, watch_model=False) as engine:
+        with compiled_llm.Engine(model, watch_model=False) as engine:
             answer_two(engine)
             launches.clear()
             learnt.clear()
             answer_two(engine)
         launched.append(len(launches))
-        assert option is not None or not learnt
+        assert chunks is policy or not learnt
     assert launched[0] == launched[1] < 30
     assert 3 <= learnt.count((2, 0)) <= 10
+
+
+def _given(policy: Whole | Within | Stretched, *_: object) -> Whole | Within | Stretched:
+    return policy
 
 
 def answer_two(engine: compiled_llm.Engine) -> None:
@@ -194,7 +170,8 @@ def answer_two(engine: compiled_llm.Engine) -> None:
 
 def test_nothing_is_timed_for_whoever_waits_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt = note_calls(monkeypatch, TokenBudget, "ran", lambda _, decoding, tokens, *__: (decoding, tokens))
-    with compiled_llm.Engine(wrapped(), max_step_ms=Stretched()) as engine:
+    monkeypatch.setattr(loop, "chunks_of", lambda *_: Stretched())
+    with compiled_llm.Engine(wrapped()) as engine:
         engine.generate([[3, 4, 5], [6, 7, 8, 9]], greedy(60))
         engine.submit([5, 6, 7], greedy(40)).result(PATIENCE)
     assert not learnt

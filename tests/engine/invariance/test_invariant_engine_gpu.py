@@ -38,7 +38,6 @@ MODES: dict[str, dict[str, Any]] = {
     "cuda-graphs": {},
     "3 graphs": {"max_graphs": 3},
     "fp8": {"kv_dtype": "fp8_e4m3"},
-    "checked": {"check_pages": "raise"},
     "piecewise": {"mode": "piecewise"},
     "reduce-overhead": {"mode": "reduce-overhead"},
     "compile": {"mode": "compile"},

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError, differing_window
+from compiled_llm.huggingface.cache.hidden_columns import VisibilityMismatchError, differing_window
 from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -85,7 +85,7 @@ def test_a_chat_whose_first_row_ended_early_goes_on_until_a_window_reaches_the_p
     with pytest.raises(ValueError, match=r"row 0 has hidden tokens between others, .* windows of [78] tokens"):
         greedy(wrapped, short, 12, past_key_values=cache)
     more = torch.cat([mask, torch.ones_like(text)], dim=1)
-    with torch.no_grad(), pytest.raises(HiddenInWindowError):
+    with torch.no_grad(), pytest.raises(VisibilityMismatchError):
         wrapped(text, attention_mask=more, past_key_values=cache)
     assert cache.seen == length
     cache.close()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_llm_ops import check_pages
-from compiled_llm_ops.attention.check_pages import PageFault, chain_after, chain_before, fault_of
-from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, NO_FAULT
+from support.ops.check_pages import PageFault, chain_after, chain_before, check_pages, fault_of
+from support.ops.namespace import opcheck
+from support.ops.page_tags import CHAIN_ADOPTED, CHAIN_KNOWN, NO_FAULT
 from support.ops.tagged_rows import TaggedRows, chains_of, rows_that_begin_alike, some_rows
 
 TOKENS = [[5, 3, 5, 9, 1, 1, 8, 2, 6, 4, 7], [5, 3, 5, 9, 2, 3, 4, 5, 6]]
@@ -113,3 +113,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             check_pages(*changed)
+
+
+def test_the_op_is_an_op(seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [tuple(some_rows(number, packed).arguments(packed)) for number in range(3) for packed in (False, True)]
+    opcheck(torch.ops.compiled_llm_tests.check_pages.default, cases, seed, whole, monkeypatch)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_llm_ops import check_pages
-from compiled_llm_ops.attention.check_pages import PageFault, fault_of
-from compiled_llm_ops.contracts.page_checks import CHAIN_KNOWN, NO_FAULT
 from support.gpu import needs_cuda, seeded
+from support.ops.check_pages import PageFault, check_pages, fault_of
+from support.ops.page_tags import CHAIN_KNOWN, NO_FAULT
 from support.ops.tagged_rows import TaggedRows, chains_of, some_rows
 
 pytestmark = [pytest.mark.gpu, needs_cuda]

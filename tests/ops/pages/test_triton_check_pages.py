@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED
 from support.ops.interpreting import interpreted, needs_triton
+from support.ops.page_tags import CHAIN_ADOPTED
 from support.ops.tagged_rows import rows_that_begin_alike, some_rows
 
 
@@ -20,8 +20,8 @@ from support.ops.tagged_rows import rows_that_begin_alike, some_rows
 def test_the_kernel_does_as_the_op_on_a_cpu(
     packed: bool, block: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compiled_llm_ops import check_pages
-    from compiled_llm_ops.kernels.attention import check_pages as kernels
+    from support.ops import check_pages_kernel as kernels
+    from support.ops.check_pages import check_pages
 
     for number in range(6):
         rows = rows_that_begin_alike() if packed and number == 0 else some_rows(seed + number, packed)

@@ -23,6 +23,7 @@ from support.combined.features import COMPILED, FEW, bias
 from support.combined.judge import Judge
 from support.combined.subjects import FAMILY, LARGER, SPECIAL, TINY, Sizes, Three, three_of
 from support.engine.text_tokenizers import byte_level
+from support.execution.page_checks import check_pages
 from support.images import Picture, prompt_of
 from support.parity import assert_account_is_empty
 
@@ -72,7 +73,8 @@ class Subject:
         own = {key: standing.get((key, value), value) for each in features for key, value in each.wrap.items()}
         mode = compiled if gpu and draw.random() < 0.8 else "eager"
         with refusals(features):
-            compiled_llm.wrap(three.own, **{**usual, "mode": mode, "check_pages": "raise", **own})
+            compiled_llm.wrap(three.own, **{**usual, "mode": mode, **own})
+            check_pages(three.own)
         if base is not None:
             compiled_llm.wrap(base, **usual, mode="eager", **kept)
         return cls(name, three, base, Judge(three.exact, three.bare, "kv_dtype" in own), sizes, gpu)

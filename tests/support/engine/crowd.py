@@ -509,7 +509,6 @@ class Crowd(RuleBasedStateMachine):
             row.held - len(row.pages) - len(row.ahead) + row._promised_copy for row in rows
         )
         assert pool.available >= 0
-        assert scheduler._admissions.policy is self.policy, "the policy has failed"
         slots = sorted([*self.device.free_slots, *(row.slot for row in rows if row.slot is not None)])
         assert slots == list(range(len(slots))), "a slot is lost or taken twice"
 

@@ -26,7 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch_invariant": {"batch_invariant": True, "mode": "compile"},
     "cascade": {"cascade": True},
     "mixed": {"mixed": True},
-    "check_pages": {"check_pages": "raise"},
 }
 """In this order, an option leaves the answers of those before it as they are; ``mixed`` is one of ``Engine``."""
 
@@ -110,20 +109,16 @@ USUAL = [
     Cell("kv_dtype", "batch_invariant", "Gemma3"),
     Cell("kv_dtype", "cascade", "Gemma2"),
     Cell("kv_dtype", "mixed", "GptOss"),
-    Cell("kv_dtype", "check_pages", "values that are no keys"),
     Cell("batch_invariant", "cascade", "Gemma2"),
     Cell("batch_invariant", "mixed", "GPT2LMHead"),
-    Cell("batch_invariant", "check_pages", "GPT2LMHead"),
     Cell("cascade", "mixed", "values that are no keys"),
-    Cell("cascade", "check_pages", "GptOss"),
-    Cell("mixed", "check_pages", "Qwen2Moe"),
-    Cell("mixed", "check_pages", "latents"),
-    Cell("mixed", "check_pages", "chosen tokens"),
+    Cell("cascade", "mixed", "Qwen2Moe"),
+    Cell("cascade", "mixed", "recurrent and attending"),
     Cell("kv_dtype", "cascade", "chosen blocks"),
-    Cell("mixed", "check_pages", "recurrent layers"),
+    Cell("cascade", "mixed", "latents"),
+    Cell("kv_dtype", "mixed", "chosen tokens"),
+    Cell("kv_dtype", "cascade", "recurrent layers alone"),
     Cell("kv_dtype", "batch_invariant", "recurrent layers"),
-    Cell("cascade", "check_pages", "recurrent and attending"),
-    Cell("mixed", "check_pages", "recurrent layers alone"),
 ]
 """Each pair and each kind, of which a run draws some; the others run with `--whole`."""
 

@@ -27,7 +27,6 @@ from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.packed_weights import ANYWHERE, FORMATS, arguments_together, make
 from support.ops.recurrent_rows import COUNTS, RecurrentRows
 from support.ops.sampling_cases import EVERYTHING, arguments
-from support.ops.tagged_rows import some_rows
 
 UNWRITTEN = 1e4
 """What lies in slots that no token was written to: it shows if it is read."""
@@ -415,10 +414,6 @@ def logprob_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(rows, 40), torch.randint(40, (rows,)), most) for rows, most in ((1, 0), (3, 5))]
 
 
-def check_pages_cases() -> list[tuple[Any, ...]]:
-    return [tuple(some_rows(number, packed).arguments(packed)) for number in range(3) for packed in (False, True)]
-
-
 def append_latent_cases() -> list[tuple[Any, ...]]:
     return [_finite(LatentRows([9, 4, 6], [2, 1, 6], seed=1).append_arguments())]
 
@@ -502,7 +497,6 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "cascade_attention_lse": cascade_cases,
     "causal_conv1d": conv_cases,
     "chained_linear": chained_linear_cases,
-    "check_pages": check_pages_cases,
     "decode_attention": listed_cases,
     "decode_attention_lse": listed_cases,
     "decode_attention_variant": decode_variant_cases,

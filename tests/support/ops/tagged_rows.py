@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.check_pages import PageFault
-from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, NO_FAULT, CheckPages
+from support.ops.check_pages import PageFault
+from support.ops.page_tags import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, NO_FAULT, CheckPages
 
 PADDING = 0
 """The slot whose chain is skipped."""

@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from compiled_llm_ops.contracts.page_checks import (
+from support.ops.page_tags import (
     CHAIN_ADOPTED,
     CHAIN_KNOWN,
     CHAIN_ORIGIN,
@@ -20,7 +22,18 @@ from compiled_llm_ops.contracts.page_checks import (
     NO_FAULT,
     CheckPages,
 )
-from compiled_llm_ops.kernels.attention.check_pages_tiling import DIVISION, Division
+
+
+class Division(NamedTuple):
+    """The way the slots of rows are divided."""
+
+    slots: int  # that a program looks at in one go
+    programs: int  # of all rows together, at least, if they are long enough
+    splits: int  # programs of one row, at most
+
+
+DIVISION = Division(256, 256, 64)
+"""Fitted on an H100 with 1 to 256 rows of 32,768 tokens in all."""
 
 _ORIGIN, _SKIPPED = tl.constexpr(CHAIN_ORIGIN), tl.constexpr(CHAIN_SKIPPED)
 _ADOPTED, _KNOWN = tl.constexpr(CHAIN_ADOPTED), tl.constexpr(CHAIN_KNOWN)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import check_int32
-from compiled_llm_ops.contracts.page_checks import (
+from compiled_llm_ops.library import define_op, kernel_of
+from support.ops.page_tags import (
     CHAIN_ADOPTED,
     CHAIN_KNOWN,
     CHAIN_ORIGIN,
@@ -26,14 +27,15 @@ from compiled_llm_ops.contracts.page_checks import (
     NO_FAULT,
     CheckPages,
 )
-from compiled_llm_ops.library import define_op, kernel_of
+
+LIBRARY = torch.library.Library("compiled_llm_tests", "DEF")
 
 _LOW = CHAIN_KNOWN - 1
 
 _Integers = TypeVar("_Integers", Tensor, NDArray[np.int64])
 
 
-@define_op(CheckPages, writes=("tags", "chains", "faults"))
+@define_op(CheckPages, writes=("tags", "chains", "faults"), library=LIBRARY)
 def check_pages(args: CheckPages) -> None:
     """Tag the slots of new tokens, and check the tags of all tokens that their rows read.
 
@@ -210,7 +212,7 @@ def _places(args: CheckPages, rows: Tensor, positions: Tensor) -> tuple[Tensor, 
 
 @kernel_of(check_pages, "CUDA")
 def _cuda(args: CheckPages) -> None:
-    from compiled_llm_ops.kernels.attention.check_pages import check
+    from support.ops.check_pages_kernel import check
 
     _check(args)
     with torch.cuda.device(args.tags.device):  # Triton launches on the current one

@@ -1,4 +1,7 @@
-"""The check that rows read their own pages, once in each step: the rows' chains, and what becomes of a fault."""
+"""The check that rows read their own pages, once in each step: a tap that `check_pages` installs in a wrapped model.
+
+A tag lies beside each slot of the pages. It says what its row had computed before the slot's token, and with it.
+"""
 
 # A row's chain is on the host for as long as the host knows its tokens, and on the device, in the row's slot, from the
 # first decode step on. Where neither has it, since the row was forked, rewound or kept, that of its last tag counts
@@ -7,39 +10,39 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.runner_tap import RunnerTap
 from compiled_llm.execution.state.staging import Readback, Readbacks, Staging
-from compiled_llm.kvcache.errors import WrongPageError
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.pool import RowWatch
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import build_table
-from compiled_llm_ops import check_pages
-from compiled_llm_ops.attention.check_pages import PageFault, chain_after, chain_before, fault_of
-from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, FAULT_ROW_BITS, NO_FAULT
+from support.ops.check_pages import PageFault, chain_after, chain_before, check_pages as op, fault_of
+from support.ops.page_tags import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, FAULT_ROW_BITS, NO_FAULT
 
-logger = logging.getLogger("compiled_llm.pages")
 
-_LAUNCHES_BETWEEN_LOOKS = 16
-"""With ``check_pages="log"``; a fault stays where it is noted."""
+class WrongPageError(RuntimeError):
+    """A row has read a page that is not its own: its tokens are wrong from there on."""
 
 
 class PageTags(NamedTuple):
-    """The tensors by which a step checks that rows read their own pages, the arguments of ``check_pages``."""
+    """The tensors by which a step checks that rows read their own pages, the op's arguments."""
 
     tags: Tensor  # ``[P, S, 2]`` int32
     chains: Tensor  # ``[X]`` int64, that of the row in each of X places
@@ -73,7 +76,7 @@ class PageTags(NamedTuple):
         self, ids: Tensor, starts: Tensor, lengths: Tensor, indices: Tensor, places: Tensor, qo_indptr: Tensor | None
     ) -> None:
         table = (starts, lengths, indices, places)
-        check_pages(self.tags, self.chains, self.faults, ids, *table, self.row_numbers, qo_indptr)
+        op(self.tags, self.chains, self.faults, ids, *table, self.row_numbers, qo_indptr)
 
     def _lengths(self, indptr: Tensor, last_page_len: Tensor) -> Tensor:
         """Return ``[B]`` int32, the tokens of each row."""
@@ -84,7 +87,7 @@ class RowChain(RowWatch):
     """The chain of a row's tokens."""
 
     def __init__(self, chain: int | None = CHAIN_KNOWN + CHAIN_ORIGIN) -> None:
-        # ``CHAIN_KNOWN`` and it, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only the row's last tag says it,
+        # ``CHAIN_KNOWN`` and it, see the op; ``CHAIN_ADOPTED`` if only the row's last tag says it,
         # None if the device has it, in the row's slot or where the row waits for one
         self.chain = chain
 
@@ -116,7 +119,6 @@ class PageCheck(RunnerTap):
         self, config: WrapConfig, pages: int, arena: Arena, staging: Staging, memory: ReleasableMemory
     ) -> None:
         device = arena["chain"].device
-        self._raises = config.check_pages == "raise"
         self._arena, self._staging, self._device = arena, staging, device
         self._page_size = config.page_size
         tags = mark_static(memory.zeros((pages, config.page_size, 2), torch.int32))
@@ -126,10 +128,9 @@ class PageCheck(RunnerTap):
         self.inputs = self._tags = PageTags(tags, arena["chain"], arena["row_number"], faults)
         self.carried, self.nbytes = [arena["chain"]], tags.nbytes
         self.found = 0  # how many tags have been found wrong
-        self._logged = False
         self._rows: weakref.WeakValueDictionary[int, Row] = weakref.WeakValueDictionary()
         self._entered: dict[int, int] = {}  # numbers of rows, by their places
-        self._readbacks, self._arriving, self._launches = Readbacks(), cast("Readback | None", None), 0
+        self._readbacks, self._arriving = Readbacks(), cast("Readback | None", None)
 
     # ---- chains of rows
 
@@ -186,7 +187,7 @@ class PageCheck(RunnerTap):
         ]
         tags, chains, numbers, faults = self._tags
         new, starts, lengths, indices, slots, qo_indptr = self._staging.to_device(columns)
-        check_pages(tags, chains, faults, new, starts, lengths, indices, slots, numbers, qo_indptr)
+        op(tags, chains, faults, new, starts, lengths, indices, slots, numbers, qo_indptr)
         self.stored(rows, ids)
 
     # ---- faults
@@ -196,12 +197,11 @@ class PageCheck(RunnerTap):
         if self._device.type != "cuda":
             self._judge(self._tags.faults.tolist())
             return
-        self._launches += 1
         if (arriving := self._arriving) is not None:
             if arriving.arrived:
                 self._arriving = None
                 self._judge(arriving.array().tolist())
-        elif self._raises or self._launches % _LAUNCHES_BETWEEN_LOOKS == 0:
+        else:
             self._arriving = self._readbacks.start(self._tags.faults)
 
     def report(self) -> None:
@@ -219,20 +219,14 @@ class PageCheck(RunnerTap):
             return
         self._tags.faults.copy_(self._none)
         self.found += count
-        message = self._said(fault_of(number))
-        if self._raises:
-            raise WrongPageError(message)
-        if not self._logged:
-            self._logged = True
-            logger.error("compiled_llm: %s; others are counted in stats().wrong_tags", message)
+        raise WrongPageError(self._message(fault_of(number)))
 
-    def _said(self, fault: PageFault) -> str:
+    def _message(self, fault: PageFault) -> str:
         row = self._rows.get(fault.row)
         name = "of a row that has ended" if row is None else row.name or "of a call"
         return (
             f"check_pages: row {fault.row} ({name}) has read page {fault.page} at position {fault.position}, and the "
-            "page does not hold this row's tokens there; its output is wrong from that step on. This is a fault of "
-            "compiled_llm's, please report it"
+            "page does not hold this row's tokens there; its output is wrong from that step on"
         )
 
 
@@ -241,7 +235,7 @@ def _chain(row: Row) -> RowChain:
 
 
 def _with_length(chain: int | None, length: int) -> int:
-    """Return a row's chain, after so many tokens, as ``check_pages`` takes it."""
+    """Return a row's chain, after so many tokens, as the op takes it."""
     return CHAIN_ADOPTED + length if chain is None or chain < CHAIN_KNOWN else chain
 
 
@@ -252,4 +246,36 @@ def chain_with(chain: int, ids: NDArray[np.int64], first: int) -> int | None:
     return CHAIN_KNOWN + chain_after(ids, first, chain - CHAIN_KNOWN)
 
 
-TAP = PageCheck
+# ---- who checks
+
+
+def check_pages(model: PreTrainedModel) -> PreTrainedModel:
+    """Let all steps of a wrapped model check pages, if none has run yet, and return it."""
+    _check(model.compiled)
+    return model
+
+
+@contextmanager
+def checked_pages(checks: Callable[[], bool]) -> Iterator[None]:
+    """Let models that are wrapped in the block check pages, if ``checks`` says so at that moment."""
+    init = Runtime.__init__
+
+    def made(runtime: Runtime, *args: Any) -> None:
+        init(runtime, *args)
+        if checks():
+            _check(runtime)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "__init__", made)
+        yield
+
+
+def wrong_tags(model: PreTrainedModel) -> int:
+    """How many tags were not the reading row's; the model has run, and all steps are waited for."""
+    runner = model.compiled.model_runner()
+    return sum(runner.thread.call(tap.faults) for tap in runner.state.taps if isinstance(tap, PageCheck))
+
+
+def _check(runtime: Runtime) -> None:
+    if PageCheck not in runtime.facts.taps:
+        runtime.facts.taps.append(PageCheck)
