@@ -16,7 +16,6 @@ from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Vis
 
 _OF_LIBRARIES = frozenset({"torch", "transformers", "compiled_llm", "compiled_llm_ops", "peft"})
 _BOUND = (BuiltinMethodType, MethodWrapperType)
-_WITHOUT_PARTS = frozenset({"getset_descriptor", "member_descriptor", "PyCapsule", "_DataclassParams"})
 _OF_ENTRIES = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"})
 """Attributes that any entry of an enumeration has."""
 _CACHED = type(functools.cache(lambda: None))
@@ -65,12 +64,9 @@ def describe_object(visit: Visit, value: Any, where: str) -> str:
     kind = type(value)
     if isinstance(value, _CACHED):  # the cache around a function, which Dynamo looks through
         visit.open(value)
-        visit.cached.append(value.__wrapped__)
         return visit.all(where, path_of(kind), value.__wrapped__)
     origin = kind.__module__.partition(".")[0]
     if origin in sys.stdlib_module_names or origin == "torch":
-        if kind.__name__ not in _WITHOUT_PARTS and origin != "typing":
-            visit.unread.append(f"a {path_of(kind)} ({where})")
         return f"a {path_of(kind)}"  # its parts are nobody's: a guard that reads one is not covered
     if origin not in _OF_LIBRARIES:
         raise UnhashableError(f"{where} is an object of {path_of(kind)}")

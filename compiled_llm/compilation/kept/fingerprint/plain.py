@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ UNSAID = frozenset(
 BOOKKEEPING = frozenset({"transformers.utils.generic._registered_model_output_types"})
 """Globals in which libraries note what they have seen so far; no value of a trace follows from them."""
 
-
-class _Everything:
-    def __contains__(self, word: object) -> bool:
-        return True
-
-
-EVERYTHING: Container[str] = _Everything()
-"""In place of the words by which attributes may be read: any."""
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range})
 OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)

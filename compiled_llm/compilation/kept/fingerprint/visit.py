@@ -38,8 +38,6 @@ class Visit:
         methods: the names of members of classes that were traced.
         objects: the attributes of objects that were looked into, with their classes.
         hidden: what the compiler may call without a trace, so that no guard is about what it reads.
-        cached: what a cache is around: a trace looks into it, while a run takes the cache's results.
-        unread: objects that were found and whose parts are no entry, by what they are and where.
         places: where functions and values were found that a change would replace, for ``ModelVersion.watch_code``.
     """
 
@@ -55,9 +53,7 @@ class Visit:
         self.objects: list[tuple[type, dict[str, Any]]] = []
         self.places: list[Place] = []
         self.hidden: list[object] = []
-        self.cached: list[object] = []
         self.traced, self.kinds, self._words = frozenset(traced), frozenset(kinds), words
-        self.unread: list[str] = []
         self._describers = describers
         self._names: dict[int, str] = {}
         self._taken: Counter[str] = Counter()
