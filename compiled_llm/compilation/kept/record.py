@@ -20,11 +20,11 @@ from compiled_llm.compat.torch.kept.traced_graph import (
     traced_inputs,
     written_objects,
 )
+from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
 from compiled_llm.compilation.kept.kept_program import Call, KeptProgram
 from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memories_of, memory_shared
 from compiled_llm.compilation.kept.packing import described
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, paths_of_tensors
-from compiled_llm.compilation.kept.prints import traced
 from compiled_llm.compilation.regions import Region
 from compiled_llm.model.version.model_version import ModelVersion
 
@@ -96,7 +96,7 @@ class Recorder:
         name, function, arguments = self._calling
         try:
             kept = _described(name, arguments, graph, regions, codes)
-            kept = replace(kept, fingerprint=traced(function, arguments, graph, made_for_threads(codes)))
+            kept = replace(kept, fingerprint=_fingerprint(function, arguments, graph, made_for_threads(codes)))
             trace = _Trace(kept, _outputs(graph, regions), _distinct(codes))
         except ValueError as error:
             trace = _Trace(KeptProgram(name, refused=str(error)))
@@ -188,6 +188,16 @@ def _described(
     )
     _ = kept.shapes  # ValueError if they are none that can be compared
     return kept
+
+
+def _fingerprint(
+    function: Function, arguments: Mapping[str, Any], graph: fx.Graph, for_threads: bool
+) -> dict[str, Any]:
+    """Return that of the trace that the backend is called in; its code may be made ``for_threads`` of one number."""
+    found = Fingerprint.of_trace(arguments["model"], function, arguments, graph)
+    if found.refused is not None:
+        raise NotKeptError(found.refused)
+    return (found if for_threads else found.for_any_threads()).encoded()
 
 
 def _refusals(codes: Sequence[RegionCode]) -> Iterator[str]:

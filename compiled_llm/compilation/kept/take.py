@@ -9,10 +9,11 @@ from pathlib import Path as File
 from typing import Any, NamedTuple, Protocol
 
 from compiled_llm.compilation.kept.call import RegionCalls
+from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
+from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, ProcessWatch
 from compiled_llm.compilation.kept.inputs import Inputs, MisfitError, ModelTensors
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.layout import UnknownError
-from compiled_llm.compilation.kept.prints import Prints
 from compiled_llm.model.version.model_version import ModelVersion
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -107,17 +108,18 @@ class Taker:
         self._form = None
         for programs in self._programs.values():
             for taken in programs:
-                taken.prints = None
+                taken.process = None
 
     def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function | None:
         """Return a call; None if the program is given up, MisfitError if it may fit other calls."""
         try:
-            if taken.prints is None:
+            if taken.process is None:
                 if different := self._checked(taken, function, arguments):
                     self._give_up_one(taken, "; ".join(different))
                     return None
-            elif taken.prints.process_differs():
-                raise MisfitError("; ".join(taken.prints.process_differences()) or "the process has other settings")
+            elif not taken.process.holds():
+                different = Fingerprint.decoded(taken.program.fingerprint).process_differences()
+                raise MisfitError("; ".join(different) or "the process has other settings")
             if not taken.of_model.take(arguments["model"], self._version):
                 self._give_up_one(taken, "its model has other tensors")
                 return None
@@ -127,15 +129,17 @@ class Taker:
 
     def _checked(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> list[str]:
         """Return what differs from where the program was kept; if nothing does, watch what may change."""
-        prints = Prints.of(taken.program.fingerprint)
-        if different := prints.differences(arguments["model"], function, arguments):
+        kept = Fingerprint.decoded(taken.program.fingerprint)
+        now, process = kept.now(arguments["model"], function, arguments), ProcessWatch(THREADS in kept.entries)
+        if different := kept.compared(now):
             return different
         try:
             taken.load()
         except Exception as error:  # any: the files are what they were, and this torch may not run them
             return [f"its code cannot be loaded: {type(error).__name__}: {error}"]
-        self._version.watch_code(prints.places)
-        taken.prints, self._form, self._let_gos = prints, self._version.form, self._version.let_gos
+        self._version.watch_code(now.places)
+        taken.process = process
+        self._form, self._let_gos = self._version.form, self._version.let_gos
         return []
 
     def _give_up(self, names: Sequence[str], why: str) -> None:
@@ -172,7 +176,7 @@ class _Taken:
 
     def __init__(self, kept: Kept) -> None:
         self.program = kept.program
-        self.prints: Prints | None = None  # None until they were compared
+        self.process: ProcessWatch | None = None  # None until the fingerprint was compared
         self._kept, self._inputs = kept, Inputs(kept.program)
         self.of_model = ModelTensors(kept.program)
         self._calls: RegionCalls | None = None

@@ -67,50 +67,24 @@ class Fingerprint:
         ``model`` is what the program stands for, no outline of it; ``arguments`` are all of the program's, by name.
         """
         try:
-            return cls._of_trace(model, function, arguments, graph)
+            codes = traced_code() | _called_in(graph)
+            read = {**arguments, "model": model}
+            guards = [*guards_now(read, cast(FunctionType, function).__globals__)]
+            traced = {*map(code_digest, codes), *(code_digest(each.__code__) for each in functions_read(guards))}
+            walk = Walk(model, traced, {word for code in codes for word in words_in(code)})
+            refused = _walk(walk, function, read) or _why_not(walk, codes, guards, graph)
+            return cls(_entries_of(walk), refused, walk.traced, frozenset(walk.looked_up), _places(walk))
         except Exception as error:  # any: what is read may be anything, and not every torch has what is asked for
             return cls({}, f"its trace cannot be read: {type(error).__name__}: {error}")
 
-    @classmethod
-    def _of_trace(
-        cls,
-        model: nn.Module,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        graph: fx.Graph | None,
-    ) -> Fingerprint:
-        codes = traced_code() | _called_in(graph)
-        read = {**arguments, "model": model}
-        guards = [*guards_now(read, cast(FunctionType, function).__globals__)]
-        looked_into = {code_digest(each.__code__) for each in functions_read(guards)}
-        traced = frozenset(map(code_digest, codes)) | looked_into
-        words = frozenset(word for code in codes for word in words_in(code))
-        walk, refused = _walked(model, function, read, traced, words)
-        refused = refused or _why_not(walk, codes, guards, graph)
-        return cls(_entries_of(walk), refused, traced, frozenset(walk.looked_up), _places(walk))
-
-    def now(
-        self,
-        model: nn.Module,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-    ) -> Fingerprint:
+    def now(self, model: nn.Module, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Fingerprint:
         """Return what the same hashes are of these objects, within ``AttentionSwitch.paged``; arguments as above."""
-        read = {**arguments, "model": model}
         try:
-            walk, refused = _walked(model, function, read, self.traced, self.looked_up)
-            return Fingerprint(_entries_of(walk), refused, self.traced, self.looked_up, _places(walk))
+            walk = Walk(model, self.traced, self.looked_up)
+            refused = _walk(walk, function, {**arguments, "model": model})
+            return Fingerprint(_entries_of(walk), refused, places=_places(walk))
         except Exception as error:  # any: as above
             return Fingerprint({}, f"it cannot be compared: {type(error).__name__}: {error}")
-
-    def differences(
-        self,
-        model: nn.Module,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-    ) -> list[str]:
-        """Return in words how these objects, this process and its settings differ from what was traced."""
-        return self.compared(self.now(model, function, arguments))
 
     def compared(self, now: Fingerprint) -> list[str]:
         """Return in words how what there is now differs; nothing if the program may be taken."""
@@ -118,61 +92,51 @@ class Fingerprint:
             return [refused]
         return compare(self.entries, now.entries)
 
+    def process_differences(self) -> list[str]:
+        """Return in words how this process and its settings differ."""
+        now = process_state()
+        return compare({name: entry for name, entry in self.entries.items() if name in now}, now)
+
     def for_any_threads(self) -> Fingerprint:
         """Return that of something which is the same whatever the number of torch's threads is."""
         return replace(self, entries={name: entry for name, entry in self.entries.items() if name != THREADS})
 
     def encoded(self) -> dict[str, Any]:
         """Return it as values of JSON."""
-        return {
-            "entries": dict(self.entries),
-            "refused": self.refused,
-            "traced": sorted(self.traced),
-            "looked_up": sorted(self.looked_up),
-        }
+        lists = {"traced": sorted(self.traced), "looked_up": sorted(self.looked_up)}
+        return {"entries": dict(self.entries), "refused": self.refused, **lists}
 
     @classmethod
-    def decoded(cls, said: Any) -> Fingerprint:
+    def decoded(cls, encoded: Any) -> Fingerprint:
         """Read what ``encoded`` returns; ValueError if it is something else."""
         try:
-            entries, refused = said["entries"], said["refused"]
-            words = [*entries, *entries.values(), *said["traced"], *said["looked_up"]]
+            entries, refused = encoded["entries"], encoded["refused"]
+            words = [*entries, *entries.values(), *encoded["traced"], *encoded["looked_up"]]
             if not all(isinstance(word, str) for word in words) or not isinstance(refused, (str, type(None))):
                 raise ValueError("a fingerprint consists of texts")
-            return cls(entries, refused, frozenset(said["traced"]), frozenset(said["looked_up"]))
+            return cls(entries, refused, frozenset(encoded["traced"]), frozenset(encoded["looked_up"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no fingerprint: {type(error).__name__}: {error}") from None
 
 
 def compare(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return in words how entries differ; the process's are compared by this, too, whenever a step is made."""
-    names = [*there, *(name for name in here if name not in there and name != THREADS)]
-    return [_in_words(name, there, here) for name in names if there.get(name) != here.get(name)]
+    """Return in words how entries differ."""
+    new = [f"{name} is new" for name in here if name not in there and name != THREADS]
+    gone = [f"{name} is gone" for name in there if name not in here]
+    return [f"{name} differs" for name in there if name in here and there[name] != here[name]] + gone + new
 
 
-def _in_words(name: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
-    if name not in there:
-        return f"{name} is new"
-    return f"{name} differs" if name in here else f"{name} is gone"
-
-
-def _walked(
-    model: nn.Module,
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    traced: frozenset[str],
-    words: frozenset[str],
-) -> tuple[Walk, str | None]:
-    walk = Walk(model, traced, words)
+def _walk(walk: Walk, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
+    """Walk over all that a program with these arguments may read; return what cannot be hashed, None if all can."""
+    if hooks_on_all_modules():
+        return "there are hooks on all modules of the process"
     roots = {name: value for name, value in arguments.items() if name not in PER_CALL}
     kinds = {f"kinds of {name}": [*_kinds_in(arguments[name])] for name in PER_CALL if name in arguments}
-    if hooks_on_all_modules():
-        return walk, "there are hooks on all modules of the process"
     try:
         walk.over({"program": function, **roots, **kinds})
     except UnhashableError as error:
-        return walk, str(error)
-    return walk, None
+        return str(error)
+    return None
 
 
 def _kinds_in(value: Any) -> Iterator[type]:
