@@ -7,11 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compiled_llm.compilation.kept.alike import Alike, equal_ones
+from compiled_llm.compilation.kept.alike import Alike, equal_ones, form_differs
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.layout import (
-    form_differs,
-    form_of,
     form_of_model,
     layouts_of,
     memories_of,
@@ -109,9 +107,10 @@ class Inputs:
         """Return the tensors that differ from call to call."""
         if self._alike is not None and (tensors := self._alike.tensors(arguments)) is not None:
             return tensors
-        if (form := form_of(arguments)) != self._program.form:
-            raise MisfitError(form_differs(form, self._program.form))
-        self._alike = alike = Alike(arguments)
+        alike = Alike(arguments)
+        if alike.form != self._program.form:
+            raise MisfitError(form_differs(alike.form, self._program.form))
+        self._alike = alike
         numbers = {path: number for number, path in enumerate(alike.paths)}
         self._measured = [numbers[tensor.path] for tensor in self._shapes.tensors]
         self._read = [numbers[path] for _, path in self._per_call]

@@ -1,4 +1,4 @@
-"""Types, sizes and plain values of a program's arguments, which Dynamo would guard in each call."""
+"""How tensors lie in memory, and the sizes that a program was traced for, which Dynamo would guard in each call."""
 
 from __future__ import annotations
 
@@ -7,56 +7,18 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from compiled_llm.compat.torch.tensors import storage_number, storage_numbers
-from compiled_llm.compilation.kept.paths import PER_CALL, Path, look_up, tensors_of_model
+from compiled_llm.compilation.kept.paths import Path, look_up, tensors_of_model
 
 Size = int | str
 _TYPE_AND_SIZES = attrgetter("dtype", "shape")
-_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
-
-
-class UnknownError(ValueError):
-    """An argument holds something that cannot be compared in another process; the message is its type."""
-
-
-def form_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Describe the arguments that differ from call to call, but for sizes; UnknownError if that is impossible."""
-    return [line for name in PER_CALL for line in _form(arguments[name], {})]
-
-
-def _form(value: Any, seen: dict[int, int]) -> Iterable[str]:
-    if isinstance(value, Tensor):
-        number = seen.setdefault(id(value), len(seen))
-        yield f"{number} {_kind_of(type(value), value.dtype, value.device, value.dim(), value.requires_grad)}"
-    elif isinstance(value, _PLAIN):
-        yield repr(value)
-    elif isinstance(value, (tuple, list)):
-        yield f"{type(value).__module__}.{type(value).__qualname__} {len(value)}"
-        for entry in value:
-            yield from _form(entry, seen)
-    elif isinstance(value, torch._ops.OpOverload):
-        yield str(value)
-    else:
-        raise UnknownError(f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-@functools.lru_cache(1024)
-def _kind_of(of: type, dtype: torch.dtype, device: torch.device, dimensions: int, requires_grad: bool) -> str:
-    return f"{of.__name__} {dtype} {device} {dimensions} {requires_grad}"
-
-
-def form_differs(form: Sequence[str], kept: Sequence[str]) -> str:
-    """Return in words how arguments differ from those of a kept program."""
-    pairs = zip_longest(form, kept, fillvalue="nothing")
-    return next(f"an argument is {now}, and was {then}" for now, then in pairs if now != then)
 
 
 def form_of_model(model: nn.Module) -> str:

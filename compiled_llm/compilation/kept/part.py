@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.torch.triton import choose_cache
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.kept.cache.program_cache import ProgramCache
+from compiled_llm.compilation.kept.cache.stored_program import StoredProgram
 from compiled_llm.compilation.kept.fingerprint.surroundings import versions
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.record import Recorder
-from compiled_llm.compilation.kept.take import InFolder, Taker
+from compiled_llm.compilation.kept.take import Taker
 from compiled_llm.config import WrapConfig
 from compiled_llm.env import Env
 from compiled_llm.model.facts import ModelFacts
@@ -75,7 +76,7 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
 
 def taker(folder: File, version: ModelVersion) -> Taker:
     """Return what takes the programs that are kept in a checked folder of artifacts."""
-    return Taker([InFolder(program, folder) for program in _read(folder)], version)
+    return Taker([StoredProgram(program, folder) for program in _read(folder)], version)
 
 
 def _cache_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig) -> ProgramCache | None:

@@ -20,9 +20,10 @@ from compiled_llm.compat.torch.kept.traced_graph import (
     traced_inputs,
     written_objects,
 )
+from compiled_llm.compilation.kept.alike import Alike
 from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
 from compiled_llm.compilation.kept.kept_program import Call, KeptProgram
-from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memories_of, memory_shared
+from compiled_llm.compilation.kept.layout import Sizes, form_of_model, memories_of, memory_shared
 from compiled_llm.compilation.kept.packing import described
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, paths_of_tensors
 from compiled_llm.compilation.regions import Region
@@ -181,7 +182,7 @@ def _described(
         tensors=_sizes([*looked_at, *traced_arguments(arguments, PER_CALL)], paths),
         guards=guards,
         ranges=ranges,
-        form=form_of(arguments),
+        form=Alike(arguments).form,
         model=form_of_model(arguments["model"]),
         written=written_to,
         shared=memory_shared(memories, written_to),

@@ -5,40 +5,19 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path as File
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from compiled_llm.compilation.kept.alike import UnknownError
+from compiled_llm.compilation.kept.cache.stored_program import StoredProgram
 from compiled_llm.compilation.kept.call import RegionCalls
 from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
 from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, ProcessWatch
 from compiled_llm.compilation.kept.inputs import Inputs, MisfitError, ModelTensors
-from compiled_llm.compilation.kept.kept_program import KeptProgram
-from compiled_llm.compilation.kept.layout import UnknownError
 from compiled_llm.model.version.model_version import ModelVersion
 
 logger = logging.getLogger("compiled_llm.graphs")
 
 Function = Callable[..., Any]
-
-
-class Kept(Protocol):
-    """A program in a folder."""
-
-    @property
-    def program(self) -> KeptProgram: ...
-    def load(self) -> RegionCalls:
-        """Return its calls, with its code; errors of any type if that cannot be loaded."""
-        raise NotImplementedError
-
-
-class InFolder(NamedTuple):
-    """A program in a folder that was checked."""
-
-    program: KeptProgram
-    folder: File
-
-    def load(self) -> RegionCalls:
-        return RegionCalls(self.program, self.folder)
 
 
 class Taker:
@@ -50,7 +29,7 @@ class Taker:
         taken: the names of programs that run as they were kept.
     """
 
-    def __init__(self, programs: Sequence[Kept], version: ModelVersion) -> None:
+    def __init__(self, programs: Sequence[StoredProgram], version: ModelVersion) -> None:
         """Of several programs of one name, the first that fits is taken."""
         self._version = version
         self._programs: dict[str, list[_Taken]] = defaultdict(list)
@@ -174,7 +153,7 @@ class KeptChecks:
 class _Taken:
     """One kept program."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: StoredProgram) -> None:
         self.program = kept.program
         self.process: ProcessWatch | None = None  # None until the fingerprint was compared
         self._kept, self._inputs = kept, Inputs(kept.program)
