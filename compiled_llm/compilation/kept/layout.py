@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import math
@@ -80,7 +79,7 @@ class Shapes:
         known = [size for size in {*self._sizes} if isinstance(size, str) and size.isidentifier()]
         self._symbols = [(name, self._sizes.index(name)) for name in known]
         self._guards = [_compiled(guard) for guard in guards]
-        if unknown := [said for said in (*used, *guards) if not _names_in(said) <= {*known}]:
+        if unknown := [each for each in (*used, *guards) if not _symbols_in(each) <= {*known}]:
             raise ValueError(f"a size that no argument has, {unknown[0]}")
         self._bounds = [(name, *_bounds(ranges[name])) for name in known if name in ranges]
 
@@ -130,28 +129,19 @@ def _differ(size: int, stride: int, other: int) -> bool:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "abs": abs}
-_NODES = (
-    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call),
-    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
-)
 
 
 @functools.lru_cache(1024)
 def _compiled(expression: str) -> CodeType:
-    """Compile an expression of whole numbers, symbols and a few functions; ValueError if it is another."""
-    tree = ast.parse(expression, mode="eval")
-    strange = [node for node in ast.walk(tree) if not isinstance(node, _NODES)]
-    strange += [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is not int]
-    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    if strange or not all(isinstance(name, ast.Name) and name.id in _FUNCTIONS for name in called):
+    """Compile an expression of whole numbers, symbols and a few functions; ValueError if it has other constants."""
+    code = compile(expression, "<sizes>", "eval")
+    if not all(type(value) in (int, type(None)) for value in code.co_consts):
         raise ValueError(f"an expression of sizes that is not understood, {expression}")
-    return compile(tree, "<sizes>", "eval")
+    return code
 
 
-def _names_in(expression: str) -> set[str]:
-    _compiled(expression)
-    names = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
-    return names - _FUNCTIONS.keys()
+def _symbols_in(expression: str) -> set[str]:
+    return {*_compiled(expression).co_names} - _FUNCTIONS.keys()
 
 
 def _value(code: CodeType, values: Mapping[str, int]) -> Any:

@@ -96,13 +96,14 @@ class Recorder:
             return whole
         name, function, arguments = self._calling
         try:
-            kept = _described(name, arguments, graph, regions, codes)
+            inputs, returned = graph.find_nodes(op="placeholder"), _returned(graph)
+            cut = regions or [Region(graph, inputs, returned)]
+            numbers = _numbered(cut, inputs)
+            kept = _described(name, arguments, graph, cut, numbers, codes)
             kept = replace(kept, fingerprint=_fingerprint(function, arguments, graph, made_for_threads(codes)))
-            trace = _Trace(kept, _outputs(graph, regions), _distinct(codes))
-        except ValueError as error:
-            trace = _Trace(KeptProgram(name, refused=str(error)))
+            trace = _Trace(kept, [numbers[node] for node in returned], _distinct(codes))
         except Exception as error:  # any: it reads what torch keeps to itself
-            trace = _Trace(KeptProgram(name, refused=f"{type(error).__name__}: {error}"))
+            trace = _Trace(_refused(name, error))
         trace.form, self._pending = self._version.form, trace
         return trace.watching(whole)
 
@@ -145,21 +146,30 @@ class _Trace:
         codes, self._codes = self._codes, ()
         if kept.refused is not None or returned is None:
             return kept, {}
-        if not same_model:
-            return KeptProgram(kept.name, refused="the model changes its attributes"), {}
-        numbers = {id(tensor): value for tensor, value in zip(returned, self._outputs, strict=True)}
         try:
-            packed, encoded = described(result, numbers), [code.encoded() for code in codes]
+            if not same_model:
+                raise NotKeptError("the model changes its attributes")
+            numbers = {id(tensor): value for tensor, value in zip(returned, self._outputs, strict=True)}
+            packed = described(result, numbers)
             files = {place: file for code in codes for place, file in code.files().items()}
-            return replace(kept, result=packed, codes=encoded), files
-        except ValueError as error:
-            return KeptProgram(kept.name, refused=str(error)), {}
+            return replace(kept, result=packed, codes=[code.encoded() for code in codes]), files
         except Exception as error:  # any: as in ``keep``
-            return KeptProgram(kept.name, refused=f"{type(error).__name__}: {error}"), {}
+            return _refused(kept.name, error), {}
+
+
+def _refused(name: str, error: Exception) -> KeptProgram:
+    """Return a program that is not kept, since that has raised an error."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return KeptProgram(name, refused=f"{kind}{error}")
 
 
 def _described(
-    name: str, arguments: Mapping[str, Any], graph: fx.Graph, regions: Sequence[Region], codes: Sequence[RegionCode]
+    name: str,
+    arguments: Mapping[str, Any],
+    graph: fx.Graph,
+    regions: Sequence[Region],
+    numbers: Mapping[fx.Node, int],
+    codes: Sequence[RegionCode],
 ) -> KeptProgram:
     if refused := next(_refusals(codes), None):
         raise NotKeptError(refused)
@@ -169,7 +179,10 @@ def _described(
     traced = [*traced_inputs(graph)]
     inputs = [_place(entry, paths) for entry in traced]
     distinct = _distinct(codes)
-    calls = _calls(graph, regions, [distinct.index(code) for code in codes])
+    calls = [
+        Call(distinct.index(code), [numbers[node] for node in region.inputs], len(region.outputs))
+        for code, region in zip(codes, regions, strict=True)
+    ]
     written_to = sorted(_written(calls, distinct, len(inputs)))
     looked_at = [entry for entry in traced if isinstance(entry, TracedTensor)]
     memory_by_tensor = dict(zip(map(id, looked_at), memories_of([entry.value for entry in looked_at]), strict=True))
@@ -231,37 +244,19 @@ def _sizes(traced: Sequence[TracedTensor], paths: Mapping[int, Path]) -> list[Si
     return [Sizes(path, entry.sizes, entry.strides) for path, entry in found.items() if path[0] in PER_CALL]
 
 
-def _numbered(graph: fx.Graph, regions: Sequence[Region]) -> dict[fx.Node, int]:
-    nodes = [*graph.find_nodes(op="placeholder"), *(node for region in regions for node in region.outputs)]
-    return {node: number for number, node in enumerate(nodes)}
+def _numbered(regions: Sequence[Region], inputs: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    numbers: dict[fx.Node, int] = {}
+    for number, node in enumerate([*inputs, *(node for region in regions for node in region.outputs)]):
+        numbers.setdefault(node, number)
+    return numbers
 
 
-def _calls(graph: fx.Graph, regions: Sequence[Region], codes: Sequence[int]) -> list[Call]:
-    if not regions:
-        inputs = len(graph.find_nodes(op="placeholder"))
-        return [Call(codes[0], [*range(inputs)], len(_returned(graph)))]
-    numbers = _numbered(graph, regions)
-    return [
-        Call(code, [numbers[node] for node in region.inputs], len(region.outputs))
-        for code, region in zip(codes, regions, strict=True)
-    ]
-
-
-def _outputs(graph: fx.Graph, regions: Sequence[Region]) -> list[int]:
-    """Return the value of each output of the graph."""
-    if not regions:
-        inputs = len(graph.find_nodes(op="placeholder"))
-        return [inputs + number for number in range(len(_returned(graph)))]
-    numbers = _numbered(graph, regions)
-    return [numbers[node] for node in _returned(graph)]
-
-
-def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
+def _returned(graph: fx.Graph) -> list[fx.Node]:
     (end,) = graph.find_nodes(op="output")
     (returned,) = end.args
     if not (isinstance(returned, (tuple, list)) and all(isinstance(node, fx.Node) for node in returned)):
         raise NotKeptError("its graph returns more than tensors")
-    return returned
+    return [*returned]
 
 
 def _written(calls: Sequence[Call], codes: Sequence[RegionCode], inputs: int) -> set[int]:

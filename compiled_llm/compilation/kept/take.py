@@ -20,6 +20,10 @@ logger = logging.getLogger("compiled_llm.graphs")
 Function = Callable[..., Any]
 
 
+class GivenUpError(Exception):
+    """A program fits no call of this process; the message says why."""
+
+
 class Taker:
     """The kept programs of one model.
 
@@ -54,11 +58,14 @@ class Taker:
         misfit = None
         for taken in [*self._candidates(name)]:
             try:
-                if (call := self._bound(taken, function, arguments)) is not None:
-                    self.taken.add(name)
-                    return call
+                call = self._bound(taken, function, arguments)
+            except GivenUpError as error:
+                self._give_up(taken, str(error))
             except MisfitError as error:
                 misfit = str(error)
+            else:
+                self.taken.add(name)
+                return call
         if misfit is not None and name not in self.misfits:
             self.misfits[name] = misfit
             logger.info("compiled_llm: %s is traced for a call that it was not kept for: %s", name, misfit)
@@ -70,63 +77,52 @@ class Taker:
 
     def drop_tensors(self) -> None:
         """Let go of the model's tensors until they are needed."""
-        for programs in self._programs.values():
-            for taken in programs:
-                taken.of_model.drop()
+        for taken in self._all():
+            taken.of_model.drop()
+
+    def _all(self) -> list[_Taken]:
+        return [taken for programs in self._programs.values() for taken in programs]
 
     def _candidates(self, name: str) -> Sequence[_Taken]:
         if self._form is not None and self._programs:
             if self._version.let_gos != self._let_gos:  # its version has nothing to compare the model with
-                self._compare_again()
+                self._form = None
+                for taken in self._all():  # as before they were taken first
+                    taken.process = None
             elif self._version.form != self._form:
-                self._give_up([*self._programs], "the model has changed")
+                for taken in self._all():
+                    self._give_up(taken, "the model has changed")
         return self._programs.get(name, ())
 
-    def _compare_again(self) -> None:
-        """Let programs be compared with the model and the process as before they were taken first."""
-        self._form = None
-        for programs in self._programs.values():
-            for taken in programs:
-                taken.process = None
-
-    def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function | None:
-        """Return a call; None if the program is given up, MisfitError if it may fit other calls."""
+    def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function:
+        """Return a call; GivenUpError if the program fits none, MisfitError if it may fit other calls."""
         try:
             if taken.process is None:
-                if different := self._checked(taken, function, arguments):
-                    self._give_up_one(taken, "; ".join(different))
-                    return None
+                self._check(taken, function, arguments)
             elif not taken.process.holds():
                 different = Fingerprint.decoded(taken.program.fingerprint).process_differences()
                 raise MisfitError("; ".join(different) or "the process has other settings")
             if not taken.of_model.take(arguments["model"], self._version):
-                self._give_up_one(taken, "its model has other tensors")
-                return None
+                raise GivenUpError("its model has other tensors")
             return taken.bound(arguments)
         except (LookupError, AttributeError, TypeError, UnknownError) as error:
             raise MisfitError(f"an argument is not what it was ({type(error).__name__}: {error})") from error
 
-    def _checked(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> list[str]:
-        """Return what differs from where the program was kept; if nothing does, watch what may change."""
+    def _check(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> None:
+        """Raise GivenUpError if anything differs from where the program was kept; else watch what may change."""
         kept = Fingerprint.decoded(taken.program.fingerprint)
         now, process = kept.now(arguments["model"], function, arguments), ProcessWatch(THREADS in kept.entries)
         if different := kept.compared(now):
-            return different
+            raise GivenUpError("; ".join(different))
         try:
             taken.load()
         except Exception as error:  # any: the files are what they were, and this torch may not run them
-            return [f"its code cannot be loaded: {type(error).__name__}: {error}"]
+            raise GivenUpError(f"its code cannot be loaded: {type(error).__name__}: {error}") from error
         self._version.watch_code(now.places)
         taken.process = process
         self._form, self._let_gos = self._version.form, self._version.let_gos
-        return []
 
-    def _give_up(self, names: Sequence[str], why: str) -> None:
-        for name in names:
-            for taken in [*self._programs[name]]:
-                self._give_up_one(taken, why)
-
-    def _give_up_one(self, taken: _Taken, why: str) -> None:
+    def _give_up(self, taken: _Taken, why: str) -> None:
         name = taken.program.name
         self._programs[name].remove(taken)
         if not self._programs[name]:

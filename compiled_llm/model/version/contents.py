@@ -19,15 +19,15 @@ from compiled_llm.model.version.tensors import tensors_in_dataclass, tensors_ins
 Part = dict[Any, Any] | Collection[Any] | Callable[[], Any]
 """A part of a value through which others are read: its entries, or what a call returns."""
 
-_LISTS = (list, tuple, set, frozenset, deque)
-_MOST = 10_000  # entries that one of them may have: a list of a million would take longer to compare than a step
+LISTS = (list, tuple, set, frozenset, deque)
+MOST_ENTRIES = 10_000  # entries that one of them may have: a list of a million would take longer to compare than a step
 
 
 def containers(value: Any) -> Iterator[Part]:
     """Yield a value if it is a container, or the attributes of a config."""
     if isinstance(value, PretrainedConfig):
         yield vars(value)
-    elif isinstance(value, (dict, *_LISTS)) and len(value) <= _MOST:
+    elif isinstance(value, (dict, *LISTS)) and len(value) <= MOST_ENTRIES:
         yield value
 
 
@@ -92,7 +92,7 @@ class Contents:
         if isinstance(part, dict):
             self._dicts.append(part)
             return dict.values(part)
-        if isinstance(part, _LISTS):
+        if isinstance(part, LISTS):
             self._lists.append(part)
             return part
         assert callable(part), "it is no collection"

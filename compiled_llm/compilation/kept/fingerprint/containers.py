@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from compiled_llm.compilation.kept.fingerprint.plain import path_of
 from compiled_llm.compilation.kept.fingerprint.visit import Describe, UnhashableError, Visit
+from compiled_llm.model.version.contents import MOST_ENTRIES
 
-LISTS = (list, tuple, set, frozenset, deque)
-_MOST = 10_000  # entries of one container, beyond which comparing takes longer than it saves
 _OF_PYTHON = ("builtins", "collections")
 
 
 def describe_container(visit: Visit, value: Collection[Any], where: str) -> str:
     """Return a container's class and entries; those of sets have no order, and others may hold themselves."""
-    if len(value) > _MOST:
+    if len(value) > MOST_ENTRIES:
         raise UnhashableError(f"{where} has {len(value)} entries")
     first = visit.open(value)
     if not isinstance(value, (tuple, frozenset)):

@@ -7,7 +7,7 @@ import enum
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from compiled_llm.compat.torch.dynamo import before_tracing, is_taken_as_constant, marks_of
@@ -16,11 +16,11 @@ from compiled_llm.compilation.kept.fingerprint.code import (
     codes_in,
     digest,
     imports,
-    names_in,
     names_read_in,
 )
 from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_dunder, is_plain, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Visit
+from compiled_llm.model.version.functions import content_of, names_in
 
 _OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_state`` has
 
@@ -51,7 +51,7 @@ def reads_more(function: FunctionType) -> bool:
     """Whether what a function does may depend on more than plain arguments and what it holds."""
     names = {name for name in names_in(function.__code__) if not is_dunder(name)}
     read = names - _OF_PYTHON or names & function.__globals__.keys()
-    held = (*_given(function), *map(_content, function.__closure__ or ()))
+    held = (*_given(function), *map(content_of, function.__closure__ or ()))
     return bool(read) or imports(function.__code__) or not all(map(is_plain, held))
 
 
@@ -71,14 +71,7 @@ def _closure(visit: Visit, function: FunctionType) -> list[Any]:
     cells = function.__closure__ or ()
     for cell in cells:
         visit.watch(cell, ["cell_contents"])
-    return [*map(_content, cells)]
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ...
+    return [*map(content_of, cells)]
 
 
 def _parts(visit: Visit, function: FunctionType, name: str) -> str:

@@ -32,7 +32,7 @@ from transformers import PretrainedConfig
 
 from compiled_llm.compilation.kept.fingerprint.classes import describe_class
 from compiled_llm.compilation.kept.fingerprint.code import digest
-from compiled_llm.compilation.kept.fingerprint.containers import LISTS, around, describe_container
+from compiled_llm.compilation.kept.fingerprint.containers import around, describe_container
 from compiled_llm.compilation.kept.fingerprint.functions import describe_function
 from compiled_llm.compilation.kept.fingerprint.modules import describe_config, describe_module, describe_tensor
 from compiled_llm.compilation.kept.fingerprint.objects import (
@@ -44,6 +44,7 @@ from compiled_llm.compilation.kept.fingerprint.objects import (
 from compiled_llm.compilation.kept.fingerprint.plain import OF_TORCH, is_dunder, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import Describers, Visit
 from compiled_llm.model.version.code import CALLED, places_of
+from compiled_llm.model.version.contents import LISTS
 
 _CALLED_BY_NAME = (
     *(BuiltinFunctionType, BuiltinMethodType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType),
