@@ -68,7 +68,9 @@ class Shapes:
         self, tensors: Sequence[Sizes], guards: Sequence[str], ranges: Mapping[str, Sequence[int | None]]
     ) -> None:
         """ValueError if an expression is none of whole numbers and symbols."""
-        self.tensors, self.guards, self.ranges = tensors, guards, ranges
+        self.tensors = tensors
+        self.guards = guards
+        self.ranges = ranges
         self._dimensions = [len(tensor.sizes) for tensor in tensors]
         self._sizes = [size for tensor in tensors for size in tensor.sizes]
         self._strides = [stride for tensor in tensors for stride in tensor.strides]
@@ -88,7 +90,8 @@ class Shapes:
         shapes = [*map(Tensor.size, tensors)]
         if [*map(len, shapes)] != self._dimensions:
             return None
-        sizes, strides = [*chain.from_iterable(shapes)], [*chain.from_iterable(map(Tensor.stride, tensors))]
+        sizes = [*chain.from_iterable(shapes)]
+        strides = [*chain.from_iterable(map(Tensor.stride, tensors))]
         values = {name: sizes[place] for name, place in self._symbols}
         if not self._hold(values):
             return None

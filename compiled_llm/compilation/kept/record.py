@@ -62,7 +62,8 @@ class Recorder:
         """Return ``program``, which writes itself down if a call makes it be traced; ``arguments`` are by name."""
 
         def call(*given: Any) -> Any:
-            self._calling, self._pending = (name, function, arguments), None
+            self._calling = (name, function, arguments)
+            self._pending = None
             try:
                 result = program(*given)
                 self._finish(result)
@@ -104,7 +105,8 @@ class Recorder:
             trace = _Trace(kept, [numbers[node] for node in returned], _distinct(codes))
         except Exception as error:  # any: it reads what torch keeps to itself
             trace = _Trace(_refused(name, error))
-        trace.form, self._pending = self._version.form, trace
+        trace.form = self._version.form
+        self._pending = trace
         return trace.watching(whole)
 
     def _finish(self, result: Any) -> None:
@@ -126,7 +128,9 @@ class _Trace:
     def __init__(self, kept: KeptProgram, outputs: Sequence[int] = (), codes: Sequence[RegionCode] = ()) -> None:
         """``outputs`` has the value of each output of the graph; ``codes`` are those of the program, in order."""
         self.form = 0  # the number of the model's form before it has run
-        self._kept, self._outputs, self._codes = kept, outputs, codes
+        self._kept = kept
+        self._outputs = outputs
+        self._codes = codes
         self._returned: Sequence[Any] | None = None
         self._watches = True
 
@@ -141,9 +145,13 @@ class _Trace:
 
     def finished(self, result: Any, same_model: bool) -> tuple[KeptProgram, Mapping[str, File]]:
         """Return the program, which has returned ``result`` for the first time, and its files."""
-        returned, self._returned, self._watches = self._returned, None, False
-        kept, self._kept = self._kept, KeptProgram(self._kept.name)  # what has run lives as long as its code
-        codes, self._codes = self._codes, ()
+        returned = self._returned
+        self._returned = None
+        self._watches = False
+        kept = self._kept  # what has run lives as long as its code
+        self._kept = KeptProgram(self._kept.name)
+        codes = self._codes
+        self._codes = ()
         if kept.refused is not None or returned is None:
             return kept, {}
         try:

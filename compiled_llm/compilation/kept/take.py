@@ -111,7 +111,8 @@ class Taker:
     def _check(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> None:
         """Raise GivenUpError if anything differs from where the program was kept; else watch what may change."""
         kept = Fingerprint.decoded(taken.program.fingerprint)
-        now, process = kept.now(arguments["model"], function, arguments), ProcessWatch(THREADS in kept.entries)
+        now = kept.now(arguments["model"], function, arguments)
+        process = ProcessWatch(THREADS in kept.entries)
         if different := kept.compared(now):
             raise GivenUpError("; ".join(different))
         try:
@@ -119,8 +120,9 @@ class Taker:
         except Exception as error:  # any: the files are what they were, and this torch may not run them
             raise GivenUpError(f"its code cannot be loaded: {type(error).__name__}: {error}") from error
         self._version.watch_code(now.places)
+        self._form = self._version.form
+        self._let_gos = self._version.let_gos
         taken.process = process
-        self._form, self._let_gos = self._version.form, self._version.let_gos
 
     def _give_up(self, taken: _Taken, why: str) -> None:
         name = taken.program.name
@@ -152,7 +154,8 @@ class _Taken:
     def __init__(self, kept: StoredProgram) -> None:
         self.program = kept.program
         self.process: ProcessWatch | None = None  # None until the fingerprint was compared
-        self._kept, self._inputs = kept, Inputs(kept.program)
+        self._kept = kept
+        self._inputs = Inputs(kept.program)
         self.of_model = ModelTensors(kept.program)
         self._calls: RegionCalls | None = None
 
@@ -162,4 +165,4 @@ class _Taken:
     def bound(self, arguments: Mapping[str, Any]) -> Function:
         """Return a call with these arguments; MisfitError if they do not fit."""
         assert self._calls is not None, "loaded before"
-        return self._calls.of(self._inputs.of(arguments, self.of_model))
+        return self._calls.bind(self._inputs.find(arguments, self.of_model))

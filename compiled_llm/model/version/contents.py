@@ -48,10 +48,11 @@ class Contents:
         self._calls: list[Callable[[], Any]] = []
         self.tensors = self._find(values, parts_of, outside)  # those that were found, each once
         self._counting = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._known, self._versions = self._now(), self._versions_now()
+        self._known = self._now()
+        self._versions = self._versions_now()
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> Contents:
+    def in_modules(cls, modules: Sequence[nn.Module]) -> Contents:
         """Return those of the attributes of modules, and their tensors."""
         names = ((vars(module), name) for module in modules for name in names_read(module))
         held = (attributes[name] for attributes, name in names if name not in WRITTEN_BY_GENERATE)

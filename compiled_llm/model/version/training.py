@@ -60,8 +60,8 @@ class Difference(NamedTuple):
         return self.attribute == CHECKPOINTING
 
     def __str__(self) -> str:
-        said = f"{self.attribute}={self.value!r}" if self.attribute else "its code reads `training`"
-        return f"{self.module or 'the model itself'} ({self.kind}: {said})"
+        reason = f"{self.attribute}={self.value!r}" if self.attribute else "its code reads `training`"
+        return f"{self.module or 'the model itself'} ({self.kind}: {reason})"
 
 
 def training_difference(modules: Iterable[tuple[str, nn.Module]]) -> Difference | None:

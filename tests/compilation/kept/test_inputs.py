@@ -190,7 +190,7 @@ class Call:
 
     def of(self, given: Arguments) -> list[Any]:
         assert self.take()
-        return self.inputs.of(given, self.tensors)
+        return self.inputs.find(given, self.tensors)
 
 
 def test_inputs_are_those_of_each_call() -> None:

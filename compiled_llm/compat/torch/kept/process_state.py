@@ -100,7 +100,9 @@ class StateCheck:
 
     def __init__(self, threads: bool = True) -> None:
         """Without ``threads``, their number is left out."""
-        self._guarded, self._beside, self._threads = GlobalStateGuard(), _beside_guarded(), threads
+        self._guarded = GlobalStateGuard()
+        self._beside = _beside_guarded()
+        self._threads = threads
 
     def holds(self) -> bool:
         """Whether all of it is as it was."""

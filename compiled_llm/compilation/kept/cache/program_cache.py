@@ -24,7 +24,8 @@ class ProgramCache:
 
     def __init__(self, root: Path, made_for: Mapping[str, Any]) -> None:
         """``root`` has those of all keys; ``made_for`` are values of JSON, equal wherever a program may be taken."""
-        self._root, self._made_for = root, made_for
+        self._root = root
+        self._made_for = made_for
         key = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()[:20]
         self._folder = root / key
 

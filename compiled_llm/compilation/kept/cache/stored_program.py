@@ -30,7 +30,8 @@ class StoredProgram:
 
     def __init__(self, program: KeptProgram, folder: Path, manifest: Manifest | None = None) -> None:
         """``folder`` has the caches of Inductor and Triton."""
-        self.program, self.folder = program, folder
+        self.program = program
+        self.folder = folder
         self._manifest = manifest
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import sys
@@ -38,12 +37,6 @@ def describe_enum(visit: Visit, value: enum.Enum, where: str) -> str:
     visit.watch(vars(value), own)
     entry = f"{visit.describe(type(value), where)} {value.name} {visit.describe(value.value, where)}"
     return "; ".join((entry, *visit.describe_attributes(own, where)))
-
-
-def describe_field(visit: Visit, field: dataclasses.Field[Any], where: str) -> str:
-    """Return a field of a dataclass."""
-    given = (None if each is dataclasses.MISSING else each for each in (field.default, field.default_factory))
-    return visit.describe_all(where, ("field", field.name, *given, field.init))
 
 
 def describe_object(visit: Visit, value: Any, where: str) -> str:

@@ -47,7 +47,8 @@ class ProcessWatch:
 
     def __init__(self, threads: bool = True) -> None:
         """Without ``threads``, their number is left out."""
-        self._state, self._read = StateCheck(threads), implementations_of_this_thread()
+        self._state = StateCheck(threads)
+        self._read = implementations_of_this_thread()
 
     def holds(self) -> bool:
         """Whether it is as it was; within ``AttentionSwitch.paged``, as when it was made."""

@@ -55,7 +55,8 @@ class Visit:
         self.objects: list[tuple[type, dict[str, Any]]] = []
         self.places: list[Place] = []
         self.hidden: list[object] = []
-        self.traced, self.kinds = frozenset(traced), frozenset(kinds)
+        self.traced = frozenset(traced)
+        self.kinds = frozenset(kinds)
         self._words = frozenset(words)
         self._describers = describers
         self._by_kind: dict[type, Describe] = {}
@@ -160,7 +161,8 @@ class Visit:
     @contextmanager
     def watching(self, watches: bool) -> Iterator[None]:
         """Watch containers in the block, or do not: ``ModelVersion`` compares those in modules' attributes itself."""
-        before, self._watches = self._watches, watches
+        before = self._watches
+        self._watches = watches
         try:
             yield
         finally:

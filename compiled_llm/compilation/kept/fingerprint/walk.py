@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import re
@@ -38,7 +37,6 @@ from compiled_llm.compilation.kept.fingerprint.modules import describe_config, d
 from compiled_llm.compilation.kept.fingerprint.objects import (
     describe_called,
     describe_enum,
-    describe_field,
     describe_object,
 )
 from compiled_llm.compilation.kept.fingerprint.plain import OF_TORCH, is_dunder, path_of
@@ -65,7 +63,6 @@ _DESCRIBERS: Describers = [
     (property, around("fget", "fset")),
     (functools.cached_property, around("func")),
     (slice, around("start", "stop", "step")),
-    (dataclasses.Field, describe_field),
     ((dict, MappingProxyType, *LISTS), describe_container),
     (PretrainedConfig, describe_config),
     (re.Pattern, around("pattern", "flags")),
