@@ -37,21 +37,21 @@ class ProbedState:
         self._owners = [owner for owner, _ in read]
         self._names = [name for _, name in read]
         self._known = self._now()
-        self._known_configs = self._configs_now()
+        self._lengths = self._lengths_now()
         lists = (owner[name] for owner, name in read if isinstance(owner[name], _CONTAINERS))
         self._contents = Contents([*_configs(model), *lists])
 
     def valid(self) -> bool:
         """Whether all of it is as it was, as far as a quick comparison tells; ``probed_words`` says if it matters."""
-        plain = _equal(self._known, self._now()) and same(self._known_configs, self._configs_now())
-        return plain and self._contents.valid()
+        return self._lengths == self._lengths_now() and same(self._known, self._now()) and self._contents.valid()
 
     def _now(self) -> list[Any]:
-        # Attributes that come late, and that no probe reads, are counted, too: by ``probed_words`` they do not matter.
-        return [*map(len, self._attributes), *map(dict.get, self._owners, self._names)]
+        configs = map(dict.get, self._attributes, repeat("config"))
+        return [*configs, *map(dict.get, self._owners, self._names)]
 
-    def _configs_now(self) -> list[Any]:
-        return list(map(dict.get, self._attributes, repeat("config")))
+    def _lengths_now(self) -> list[int]:
+        # Attributes that come late, and that no probe reads, are counted, too: by ``probed_words`` they do not matter.
+        return [*map(len, self._attributes)]
 
 
 def probed_words(model: PreTrainedModel) -> tuple[str, ...]:
@@ -59,13 +59,6 @@ def probed_words(model: PreTrainedModel) -> tuple[str, ...]:
     configs = (f"{type(config).__name__}: {_plain(vars(config))}" for config in _configs(model))
     modules = (f"{name} {type(module).__name__}: {_plain(vars(module))}" for name, module in _asked(model))
     return (*configs, *modules)
-
-
-def _equal(before: list[Any], now: list[Any]) -> bool:
-    try:
-        return before == now
-    except RuntimeError:  # a number has become a tensor
-        return False
 
 
 def _is_read(name: str, value: Any) -> bool:
