@@ -80,12 +80,9 @@ def taker(folder: File, version: ModelVersion) -> Taker:
 
 
 def _cache_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig) -> ProgramCache | None:
-    environment = Env.from_environ()
-    if not environment.keeps_programs:
-        return None
     try:
         here = {**made_for(model, model_class, config), **versions(), "rows": config.max_batch_size}
-        return ProgramCache(environment.cache.absolute() / CACHE, here)
+        return ProgramCache(Env.from_environ().cache.absolute() / CACHE, here)
     except Exception as error:  # any: a config may hold what no JSON has, and the current folder may be gone
         logger.debug("compiled_llm: programs are not kept: %s: %s", type(error).__name__, error)
         return None
