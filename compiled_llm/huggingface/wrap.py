@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +18,6 @@ from compiled_llm.compilation.artifacts.artifacts import rows_in
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.execution.threads.busy_cores import warn_of_spinning
-from compiled_llm.features import feature
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
@@ -98,17 +96,16 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()
     with leading_to_explain():
-        recorder, kept = LinearRecorder(), feature("kept programs", "compilation")
-        trial = None if kept is None or stand_ins is not None else kept.trial_of(tried, config)
-        layers = layers_of(tried, config.layer_functions, recorder, None if trial is None else trial.layers)
+        recorder = LinearRecorder()
+        layers = layers_of(tried, config.layer_functions, recorder)
     if stand_ins is not None:
         stand_ins.note(recorder.of_ours)
     config = on_fastest_backend(config, layers, checked)
     check_layers(checked, layers, config)
     if config.batch_invariant:
         check_invariance(checked, recorder, bool(experts_of(checked)), packed=stand_ins is not None)
-    found = partial(recorder.groups, checked)
-    groups, positions = found() if trial is None else trial.groups(found), default_positions(tried)
+    groups = recorder.groups(checked)
+    positions = default_positions(tried)
     let_layers_pack(checked)
     try:
         facts = ModelFacts.of(checked, run, layers, groups, positions, stand_ins=stand_ins)

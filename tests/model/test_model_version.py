@@ -142,7 +142,7 @@ def test_what_docs_name_leaves_no_trace(
     """Once one of these is seen, docs/how-to/engine.md need not name it."""
     mlp = model.model.layers[0].mlp
     monkeypatch.setattr(type(mlp), "scale", 1.0, raising=False)
-    mlp.other, mlp.long = SimpleNamespace(scale=1.0), [1.0] * (contents._MOST + 1)
+    mlp.other, mlp.long = SimpleNamespace(scale=1.0), [1.0] * (contents.MOST_ENTRIES + 1)
     watch = Watch(model)
     change(model)
     assert not watch.changed()

@@ -34,7 +34,8 @@ class NotInArtifactsError(RuntimeError):
 
     def __init__(self, source: Path, what: str, program: str = "", ahead: str = "") -> None:
         """Say ``what`` the folder lacks, of which program, and the options ``ahead`` that have it written."""
-        self._source, self._what = source, what
+        self._source = source
+        self._what = what
         option = f" {ahead}" if ahead else ""
         why = f"They may have been written without{option}, or the" if ahead else "The"
         super().__init__(

@@ -36,19 +36,19 @@ class Manifest:
 
     def encoded(self) -> bytes:
         files = {path: list(entry) for path, entry in self.files.items()}
-        said = {"format": FORMAT, "made_for": dict(self.made_for), "rows": self.rows, "files": files}
-        return _encoded({"sha256": hashlib.sha256(_encoded(said)).hexdigest(), "manifest": said})
+        fields = {"format": FORMAT, "made_for": dict(self.made_for), "rows": self.rows, "files": files}
+        return _encoded({"sha256": hashlib.sha256(_encoded(fields)).hexdigest(), "manifest": fields})
 
     @classmethod
     def decoded(cls, content: bytes) -> Manifest:
         """Read a file's content, each byte of which counts; ValueError if it is damaged or of another format."""
         try:
             whole = json.loads(content)
-            said = whole["manifest"]
-            intact = content == _encoded(whole) and whole["sha256"] == hashlib.sha256(_encoded(said)).hexdigest()
-            if intact and said["format"] == FORMAT:
-                files = {path: ManifestEntry(*entry) for path, entry in said["files"].items()}
-                return cls(said["made_for"], said["rows"], files)
+            fields = whole["manifest"]
+            intact = content == _encoded(whole) and whole["sha256"] == hashlib.sha256(_encoded(fields)).hexdigest()
+            if intact and fields["format"] == FORMAT:
+                files = {path: ManifestEntry(*entry) for path, entry in fields["files"].items()}
+                return cls(fields["made_for"], fields["rows"], files)
         except (ValueError, KeyError, TypeError, RecursionError):
             intact = False
         raise ValueError(f"has another format than this version reads, {FORMAT}" if intact else "is damaged")

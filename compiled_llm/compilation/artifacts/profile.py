@@ -42,11 +42,11 @@ class Profile:
     @classmethod
     def _decoded(cls, content: bytes) -> Profile:
         try:
-            said = json.loads(content)
-            version = said["format"]
+            fields = json.loads(content)
+            version = fields["format"]
             if version == FORMAT:
-                uses = dict(map(_use, said["steps"]))
-                return cls({**said["made_for"]}, uses, _count(said["embeddings"]))
+                uses = dict(map(_use, fields["steps"]))
+                return cls({**fields["made_for"]}, uses, _count(fields["embeddings"]))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError("is damaged, or is no profile") from None
         raise ValueError(f"has format {version!r}, and this version reads {FORMAT}")
@@ -70,8 +70,8 @@ class Profile:
     def _encoded(self) -> bytes:
         names = ("phase", *_NUMBERS)  # none of them gives hidden states
         steps = [dict(zip(names, (*step[:4], uses), strict=True)) for step, uses in self.by_use]
-        said = {"format": FORMAT, "made_for": dict(self.made_for), "embeddings": self.embeddings, "steps": steps}
-        return json.dumps(said, indent=1).encode() + b"\n"
+        fields = {"format": FORMAT, "made_for": dict(self.made_for), "embeddings": self.embeddings, "steps": steps}
+        return json.dumps(fields, indent=1).encode() + b"\n"
 
     @property
     def by_use(self) -> list[tuple[StepKey, int]]:

@@ -15,6 +15,9 @@ from compiled_llm.compilation.artifacts.manifest import NAME, MadeFor, Manifest,
 PLACE = b"[folder of compiled_llm's artifacts]"
 """Stands in Triton's lists of files for the folder that they lie in, wherever that is."""
 
+UNFINISHED = ".unfinished-"
+"""Names of folders begin so while they are written."""
+
 PROFILE = "profile.json"  # which steps processes that start with the folder prepare
 
 _FLASHINFER = "flashinfer_workspace"
@@ -35,9 +38,12 @@ def check_new(target: Path) -> None:
 
 
 @contextmanager
-def unfinished(target: Path) -> Iterator[Path]:
-    """Yield a new folder next to ``target``, which takes its place if the block has sealed it; else it is removed."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
+def unfinished(target: Path, staging: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder, which takes the place of ``target`` if the block has written a manifest; else it is removed.
+
+    It lies in ``staging``, next to ``target`` unless given.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{target.name}-", dir=staging or target.parent))
     try:
         yield folder
         if (folder / NAME).exists():

@@ -1,17 +1,23 @@
-"""Arguments compared whole with those of a call before: in few calls, as there are hundreds of values in them."""
+"""Arguments that differ from call to call, compared whole, as there are hundreds of values; Dynamo would guard them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from compiled_llm.compilation.kept.paths import PER_CALL, Path
 
 _KIND = attrgetter("dtype", "device", "requires_grad")
+_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch._ops.OpOverload)
+
+
+class UnknownError(ValueError):
+    """An argument holds something that cannot be compared in another process; the message is its type."""
 
 
 class _Level(NamedTuple):
@@ -30,20 +36,24 @@ class Alike:
 
     Attributes:
         paths: where tensors lie, in the order of ``tensors``.
+        form: the description in words, the same in each process.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """``arguments`` are of a form that ``form_of`` knows, and described in no less detail here."""
+        """UnknownError if ``arguments`` hold something that cannot be described."""
         self.paths: list[Path] = []
+        self.form: list[str] = []
         self._levels: list[_Level] = []
         level: list[tuple[Path, Any]] = [((name,), arguments[name]) for name in PER_CALL]
         while level:
             self._levels.append(_described([value for _, value in level]))
+            self.form += (_in_words(value) for _, value in level)
             self.paths += (path for path, value in level if isinstance(value, Tensor))
             level = [((*path, name), entry) for path, value in level for name, entry in _entries(value)]
         found = self._found(arguments)
         assert found is not None, "they are like themselves"
         self._known = _kinds(found)
+        self.form.append(f"equal ones of {self._known[-1]}")
 
     def tensors(self, arguments: Mapping[str, Any]) -> list[Tensor] | None:
         """Return the tensors in arguments that are alike; None if these are not."""
@@ -64,12 +74,29 @@ class Alike:
         return found
 
 
+def form_differs(form: Sequence[str], kept: Sequence[str]) -> str:
+    """Return in words how arguments differ from those of a kept program."""
+    pairs = zip_longest(form, kept, fillvalue="nothing")
+    return next(f"an argument is {now}, and was {then}" for now, then in pairs if now != then)
+
+
 def _described(level: Sequence[Any]) -> _Level:
     holding = [isinstance(value, (tuple, list)) for value in level]
     tensors = [isinstance(value, Tensor) for value in level]
     plain = [not (holds or is_tensor) for holds, is_tensor in zip(holding, tensors, strict=True)]
     lengths = [*map(len, compress(level, holding))]
     return _Level([*map(type, level)], holding, lengths, plain, [*compress(level, plain)], tensors)
+
+
+def _in_words(value: Any) -> str:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return f"a {kind.__name__}, {value.dtype} {value.device} {value.dim()} {value.requires_grad}"
+    if isinstance(value, (tuple, list)):
+        return f"{kind.__module__}.{kind.__qualname__} {len(value)}"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    raise UnknownError(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _entries(value: Any) -> Sequence[tuple[str | int, Any]]:

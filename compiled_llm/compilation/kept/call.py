@@ -37,7 +37,7 @@ class RegionCalls:
             self._steps[number] = step._replace(last_read=sorted({*step.values} - read))
             read |= {*step.values}
 
-    def of(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def bind(self, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return a call with these inputs, each of which may be made many times; it takes any arguments."""
         steps, pack, given = self._steps, self._pack, (*inputs, *[None] * self._results)
 

@@ -7,11 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compiled_llm.compilation.kept.alike import Alike, equal_ones
+from compiled_llm.compilation.kept.alike import Alike, equal_ones, form_differs
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.layout import (
-    form_differs,
-    form_of,
     form_of_model,
     layouts_of,
     memories_of,
@@ -35,7 +33,9 @@ class ModelTensors:
     """
 
     def __init__(self, program: KeptProgram) -> None:
-        self._form, self._number, self._check = program.model, -1, -1
+        self._form = program.model
+        self._number = -1
+        self._check = -1
         self._places = _beginning(program, "model")
         self._count = len(program.inputs)
         self.drop()
@@ -55,7 +55,8 @@ class ModelTensors:
             if form_of_model(model) != self._form:
                 return False
             self._look_up(model)
-            self._number, self._check = version.tensors, version.checks
+            self._number = version.tensors
+            self._check = version.checks
         return True
 
     def share_with(self, memories: Sequence[int]) -> bool:
@@ -71,9 +72,11 @@ class ModelTensors:
     def _look_up(self, model: nn.Module) -> None:
         self.drop()
         self._held = [look_up({"model": model}, place) for _, place in self._places]
-        self._layouts, memories = layouts_of(self._held), memories_of(self._held)
+        self._layouts = layouts_of(self._held)
+        memories = memories_of(self._held)
         self._memories = frozenset(memories)
-        self.inputs, self.memories = [None] * self._count, [None] * self._count
+        self.inputs = [None] * self._count
+        self.memories = [None] * self._count
         for (number, _), tensor, memory in zip(self._places, self._held, memories, strict=True):
             self.inputs[number], self.memories[number] = tensor, memory
 
@@ -82,15 +85,17 @@ class Inputs:
     """The inputs of one program, found in the arguments of each call."""
 
     def __init__(self, program: KeptProgram) -> None:
-        self._program, self._shapes = program, program.shapes
+        self._program = program
+        self._shapes = program.shapes
         self._sizes = [(n, each) for n, each in enumerate(program.inputs) if not isinstance(each, tuple)]
-        self._beside, self._per_call = _beginning(program, "specs"), _beginning(program, *PER_CALL)
+        self._beside = _beginning(program, "specs")
+        self._per_call = _beginning(program, *PER_CALL)
         self._tensor_places = [place for place, _ in (*self._per_call, *self._beside)]
         self._alike: Alike | None = None  # as in the last call that was compared value by value
         self._measured: list[int] = []  # the numbers of its tensors whose sizes are compared
         self._read: list[int] = []  # those of inputs
 
-    def of(self, arguments: Mapping[str, Any], of_model: ModelTensors) -> list[Any]:
+    def find(self, arguments: Mapping[str, Any], of_model: ModelTensors) -> list[Any]:
         """Return them all; MisfitError if arguments do not fit."""
         tensors = self._tensors(arguments)
         if (sizes := self._shapes.fitting([tensors[number] for number in self._measured])) is None:
@@ -109,9 +114,10 @@ class Inputs:
         """Return the tensors that differ from call to call."""
         if self._alike is not None and (tensors := self._alike.tensors(arguments)) is not None:
             return tensors
-        if (form := form_of(arguments)) != self._program.form:
-            raise MisfitError(form_differs(form, self._program.form))
-        self._alike = alike = Alike(arguments)
+        alike = Alike(arguments)
+        if alike.form != self._program.form:
+            raise MisfitError(form_differs(alike.form, self._program.form))
+        self._alike = alike
         numbers = {path: number for number, path in enumerate(alike.paths)}
         self._measured = [numbers[tensor.path] for tensor in self._shapes.tensors]
         self._read = [numbers[path] for _, path in self._per_call]

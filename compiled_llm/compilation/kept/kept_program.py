@@ -51,12 +51,12 @@ class KeptProgram:
     def decoded(cls, content: bytes) -> KeptProgram:
         """Read what ``encoded`` returns; ValueError if it is something else, or of another format."""
         try:
-            said = json.loads(content)
-            if said.pop("format") != FORMAT:
+            fields = json.loads(content)
+            if fields.pop("format") != FORMAT:
                 raise ValueError("it is of another format")
-            said["inputs"] = [tuple(entry) if isinstance(entry, list) else entry for entry in said["inputs"]]
-            said["calls"] = [Call(*entry) for entry in said["calls"]]
-            said["tensors"] = [Sizes(tuple(path), sizes, strides) for path, sizes, strides in said["tensors"]]
-            return cls(**said)
+            fields["inputs"] = [tuple(entry) if isinstance(entry, list) else entry for entry in fields["inputs"]]
+            fields["calls"] = [Call(*entry) for entry in fields["calls"]]
+            fields["tensors"] = [Sizes(tuple(path), sizes, strides) for path, sizes, strides in fields["tensors"]]
+            return cls(**fields)
         except (KeyError, TypeError) as error:
             raise ValueError(f"no kept program: {error}") from None

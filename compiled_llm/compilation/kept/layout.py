@@ -1,62 +1,23 @@
-"""Types, sizes and plain values of a program's arguments, which Dynamo would guard in each call."""
+"""How tensors lie in memory, and the sizes that a program was traced for, which Dynamo would guard in each call."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from compiled_llm.compat.torch.tensors import storage_number, storage_numbers
-from compiled_llm.compilation.kept.paths import PER_CALL, Path, look_up, tensors_of_model
+from compiled_llm.compilation.kept.paths import Path, look_up, tensors_of_model
 
 Size = int | str
 _TYPE_AND_SIZES = attrgetter("dtype", "shape")
-_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
-
-
-class UnknownError(ValueError):
-    """An argument holds something that cannot be compared in another process; the message is its type."""
-
-
-def form_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Describe the arguments that differ from call to call, but for sizes; UnknownError if that is impossible."""
-    return [line for name in PER_CALL for line in _form(arguments[name], {})]
-
-
-def _form(value: Any, seen: dict[int, int]) -> Iterable[str]:
-    if isinstance(value, Tensor):
-        number = seen.setdefault(id(value), len(seen))
-        yield f"{number} {_kind_of(type(value), value.dtype, value.device, value.dim(), value.requires_grad)}"
-    elif isinstance(value, _PLAIN):
-        yield repr(value)
-    elif isinstance(value, (tuple, list)):
-        yield f"{type(value).__module__}.{type(value).__qualname__} {len(value)}"
-        for entry in value:
-            yield from _form(entry, seen)
-    elif isinstance(value, torch._ops.OpOverload):
-        yield str(value)
-    else:
-        raise UnknownError(f"{type(value).__module__}.{type(value).__qualname__}")
-
-
-@functools.lru_cache(1024)
-def _kind_of(of: type, dtype: torch.dtype, device: torch.device, dimensions: int, requires_grad: bool) -> str:
-    return f"{of.__name__} {dtype} {device} {dimensions} {requires_grad}"
-
-
-def form_differs(form: Sequence[str], kept: Sequence[str]) -> str:
-    """Return in words how arguments differ from those of a kept program."""
-    pairs = zip_longest(form, kept, fillvalue="nothing")
-    return next(f"an argument is {now}, and was {then}" for now, then in pairs if now != then)
 
 
 def form_of_model(model: nn.Module) -> str:
@@ -107,7 +68,9 @@ class Shapes:
         self, tensors: Sequence[Sizes], guards: Sequence[str], ranges: Mapping[str, Sequence[int | None]]
     ) -> None:
         """ValueError if an expression is none of whole numbers and symbols."""
-        self.tensors, self.guards, self.ranges = tensors, guards, ranges
+        self.tensors = tensors
+        self.guards = guards
+        self.ranges = ranges
         self._dimensions = [len(tensor.sizes) for tensor in tensors]
         self._sizes = [size for tensor in tensors for size in tensor.sizes]
         self._strides = [stride for tensor in tensors for stride in tensor.strides]
@@ -118,7 +81,7 @@ class Shapes:
         known = [size for size in {*self._sizes} if isinstance(size, str) and size.isidentifier()]
         self._symbols = [(name, self._sizes.index(name)) for name in known]
         self._guards = [_compiled(guard) for guard in guards]
-        if unknown := [said for said in (*used, *guards) if not _names_in(said) <= {*known}]:
+        if unknown := [each for each in (*used, *guards) if not _symbols_in(each) <= {*known}]:
             raise ValueError(f"a size that no argument has, {unknown[0]}")
         self._bounds = [(name, *_bounds(ranges[name])) for name in known if name in ranges]
 
@@ -127,7 +90,8 @@ class Shapes:
         shapes = [*map(Tensor.size, tensors)]
         if [*map(len, shapes)] != self._dimensions:
             return None
-        sizes, strides = [*chain.from_iterable(shapes)], [*chain.from_iterable(map(Tensor.stride, tensors))]
+        sizes = [*chain.from_iterable(shapes)]
+        strides = [*chain.from_iterable(map(Tensor.stride, tensors))]
         values = {name: sizes[place] for name, place in self._symbols}
         if not self._hold(values):
             return None
@@ -168,28 +132,19 @@ def _differ(size: int, stride: int, other: int) -> bool:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "abs": abs}
-_NODES = (
-    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call),
-    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
-)
 
 
 @functools.lru_cache(1024)
 def _compiled(expression: str) -> CodeType:
-    """Compile an expression of whole numbers, symbols and a few functions; ValueError if it is another."""
-    tree = ast.parse(expression, mode="eval")
-    strange = [node for node in ast.walk(tree) if not isinstance(node, _NODES)]
-    strange += [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is not int]
-    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    if strange or not all(isinstance(name, ast.Name) and name.id in _FUNCTIONS for name in called):
+    """Compile an expression of whole numbers, symbols and a few functions; ValueError if it has other constants."""
+    code = compile(expression, "<sizes>", "eval")
+    if not all(type(value) in (int, type(None)) for value in code.co_consts):
         raise ValueError(f"an expression of sizes that is not understood, {expression}")
-    return compile(tree, "<sizes>", "eval")
+    return code
 
 
-def _names_in(expression: str) -> set[str]:
-    _compiled(expression)
-    names = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
-    return names - _FUNCTIONS.keys()
+def _symbols_in(expression: str) -> set[str]:
+    return {*_compiled(expression).co_names} - _FUNCTIONS.keys()
 
 
 def _value(code: CodeType, values: Mapping[str, int]) -> Any:

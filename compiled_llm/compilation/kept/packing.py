@@ -29,11 +29,11 @@ def described(result: Any, numbers: Mapping[int, int]) -> Any:
     raise UnknownResultError(f"it returns an object of {type(result).__name__}")
 
 
-def packing(said: Any) -> Callable[[Sequence[Any]], Any]:
+def packing(packed: Any) -> Callable[[Sequence[Any]], Any]:
     """Return what packs values as they were; ValueError if it is described otherwise."""
-    if isinstance(said, int):
-        return lambda values: values[said]
-    ((kind, entries),) = said.items()
+    if isinstance(packed, int):
+        return lambda values: values[packed]
+    ((kind, entries),) = packed.items()
     if kind == "dict":
         pairs = [(key, packing(value)) for key, value in entries]
         return lambda values: {key: pack(values) for key, pack in pairs}
@@ -46,10 +46,10 @@ def packing(said: Any) -> Callable[[Sequence[Any]], Any]:
     return lambda values: made(*(pack(values) for pack in packs))
 
 
-def read_by(said: Any) -> set[int]:
+def read_by(packed: Any) -> set[int]:
     """Return the values that are returned."""
-    if isinstance(said, int):
-        return {said}
-    ((kind, entries),) = said.items()
+    if isinstance(packed, int):
+        return {packed}
+    ((kind, entries),) = packed.items()
     inner = [entry for _, entry in entries] if kind == "dict" else entries
     return set().union(*map(read_by, inner))

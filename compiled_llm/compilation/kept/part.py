@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,14 +12,13 @@ from pathlib import Path as File
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.triton import choose_cache
-from compiled_llm.compilation.artifacts.checked_folder import content_of, manifest_of
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.kept.cache.program_cache import ProgramCache
+from compiled_llm.compilation.kept.cache.stored_program import StoredProgram
 from compiled_llm.compilation.kept.fingerprint.surroundings import versions
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.record import Recorder
-from compiled_llm.compilation.kept.take import InFolder, Taker
-from compiled_llm.compilation.kept.trial.kept_trial import NAME, KeptTrial
+from compiled_llm.compilation.kept.take import Taker
 from compiled_llm.config import WrapConfig
 from compiled_llm.env import Env
 from compiled_llm.model.facts import ModelFacts
@@ -29,7 +27,6 @@ from compiled_llm.model.version.model_version import ModelVersion
 logger = logging.getLogger("compiled_llm.graphs")
 
 FOLDER = "kept"  # in artifacts
-TRIAL = "trial.json"  # in artifacts, too
 CACHE = "programs"  # in ``COMPILED_LLM_CACHE``
 
 _written: list[File] = []
@@ -77,47 +74,15 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
     return (None, None) if cache is None else (Recorder(cache.keep, version), Taker(cache.read(), version))
 
 
-def trial_of(model: PreTrainedModel, config: WrapConfig) -> KeptTrial | None:
-    """Return the trial forward of a model that is not wrapped; None if it has to run, and is not kept."""
-    # Functions of layers are the user's, and with invariance more is found than is kept.
-    if config.layer_functions or config.batch_invariant:
-        return None
-    if _written:
-        return KeptTrial(model, (), partial(_keep_trial, _written[-1]))
-    if config.artifacts is not None:
-        return KeptTrial(model, _trial_in(File(os.path.abspath(os.path.expanduser(config.artifacts)))))
-    cache = _cache_for(model, type(model), config, NAME)
-    if cache is None:
-        return None
-    return KeptTrial(model, [entry.program for entry in cache.read()], partial(cache.keep, files={}))
-
-
-def _keep_trial(folder: File, found: KeptProgram) -> None:
-    (folder / TRIAL).write_bytes(found.encoded())
-
-
-def _trial_in(folder: File) -> list[KeptProgram]:
-    """Return what a folder of artifacts has of the trial forward; nothing if ``wrap`` is going to refuse it."""
-    try:
-        return [KeptProgram.decoded(content_of(folder, manifest_of(folder), TRIAL))]
-    except (OSError, ValueError):
-        return []
-
-
 def taker(folder: File, version: ModelVersion) -> Taker:
     """Return what takes the programs that are kept in a checked folder of artifacts."""
-    return Taker([InFolder(program, folder) for program in _read(folder)], version)
+    return Taker([StoredProgram(program, folder) for program in _read(folder)], version)
 
 
-def _cache_for(
-    model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig, what: str = "programs"
-) -> ProgramCache | None:
-    environment = Env.from_environ()
-    if not environment.keeps_programs:
-        return None
+def _cache_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig) -> ProgramCache | None:
     try:
-        here = {**made_for(model, model_class, config), **versions(), "rows": config.max_batch_size, "what": what}
-        return ProgramCache(environment.cache.absolute() / CACHE, here)
+        here = {**made_for(model, model_class, config), **versions(), "rows": config.max_batch_size}
+        return ProgramCache(Env.from_environ().cache.absolute() / CACHE, here)
     except Exception as error:  # any: a config may hold what no JSON has, and the current folder may be gone
         logger.debug("compiled_llm: programs are not kept: %s: %s", type(error).__name__, error)
         return None

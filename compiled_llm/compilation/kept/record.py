@@ -20,11 +20,12 @@ from compiled_llm.compat.torch.kept.traced_graph import (
     traced_inputs,
     written_objects,
 )
+from compiled_llm.compilation.kept.alike import Alike
+from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
 from compiled_llm.compilation.kept.kept_program import Call, KeptProgram
-from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memories_of, memory_shared
+from compiled_llm.compilation.kept.layout import Sizes, form_of_model, memories_of, memory_shared
 from compiled_llm.compilation.kept.packing import described
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, paths_of_tensors
-from compiled_llm.compilation.kept.prints import traced
 from compiled_llm.compilation.regions import Region
 from compiled_llm.model.version.model_version import ModelVersion
 
@@ -61,7 +62,8 @@ class Recorder:
         """Return ``program``, which writes itself down if a call makes it be traced; ``arguments`` are by name."""
 
         def call(*given: Any) -> Any:
-            self._calling, self._pending = (name, function, arguments), None
+            self._calling = (name, function, arguments)
+            self._pending = None
             try:
                 result = program(*given)
                 self._finish(result)
@@ -95,14 +97,16 @@ class Recorder:
             return whole
         name, function, arguments = self._calling
         try:
-            kept = _described(name, arguments, graph, regions, codes)
-            kept = replace(kept, fingerprint=traced(function, arguments, graph, made_for_threads(codes)))
-            trace = _Trace(kept, _outputs(graph, regions), _distinct(codes))
-        except ValueError as error:
-            trace = _Trace(KeptProgram(name, refused=str(error)))
+            inputs, returned = graph.find_nodes(op="placeholder"), _returned(graph)
+            cut = regions or [Region(graph, inputs, returned)]
+            numbers = _numbered(cut, inputs)
+            kept = _described(name, arguments, graph, cut, numbers, codes)
+            kept = replace(kept, fingerprint=_fingerprint(function, arguments, graph, made_for_threads(codes)))
+            trace = _Trace(kept, [numbers[node] for node in returned], _distinct(codes))
         except Exception as error:  # any: it reads what torch keeps to itself
-            trace = _Trace(KeptProgram(name, refused=f"{type(error).__name__}: {error}"))
-        trace.form, self._pending = self._version.form, trace
+            trace = _Trace(_refused(name, error))
+        trace.form = self._version.form
+        self._pending = trace
         return trace.watching(whole)
 
     def _finish(self, result: Any) -> None:
@@ -124,7 +128,9 @@ class _Trace:
     def __init__(self, kept: KeptProgram, outputs: Sequence[int] = (), codes: Sequence[RegionCode] = ()) -> None:
         """``outputs`` has the value of each output of the graph; ``codes`` are those of the program, in order."""
         self.form = 0  # the number of the model's form before it has run
-        self._kept, self._outputs, self._codes = kept, outputs, codes
+        self._kept = kept
+        self._outputs = outputs
+        self._codes = codes
         self._returned: Sequence[Any] | None = None
         self._watches = True
 
@@ -139,26 +145,39 @@ class _Trace:
 
     def finished(self, result: Any, same_model: bool) -> tuple[KeptProgram, Mapping[str, File]]:
         """Return the program, which has returned ``result`` for the first time, and its files."""
-        returned, self._returned, self._watches = self._returned, None, False
-        kept, self._kept = self._kept, KeptProgram(self._kept.name)  # what has run lives as long as its code
-        codes, self._codes = self._codes, ()
+        returned = self._returned
+        self._returned = None
+        self._watches = False
+        kept = self._kept  # what has run lives as long as its code
+        self._kept = KeptProgram(self._kept.name)
+        codes = self._codes
+        self._codes = ()
         if kept.refused is not None or returned is None:
             return kept, {}
-        if not same_model:
-            return KeptProgram(kept.name, refused="the model changes its attributes"), {}
-        numbers = {id(tensor): value for tensor, value in zip(returned, self._outputs, strict=True)}
         try:
-            packed, encoded = described(result, numbers), [code.encoded() for code in codes]
+            if not same_model:
+                raise NotKeptError("the model changes its attributes")
+            numbers = {id(tensor): value for tensor, value in zip(returned, self._outputs, strict=True)}
+            packed = described(result, numbers)
             files = {place: file for code in codes for place, file in code.files().items()}
-            return replace(kept, result=packed, codes=encoded), files
-        except ValueError as error:
-            return KeptProgram(kept.name, refused=str(error)), {}
+            return replace(kept, result=packed, codes=[code.encoded() for code in codes]), files
         except Exception as error:  # any: as in ``keep``
-            return KeptProgram(kept.name, refused=f"{type(error).__name__}: {error}"), {}
+            return _refused(kept.name, error), {}
+
+
+def _refused(name: str, error: Exception) -> KeptProgram:
+    """Return a program that is not kept, since that has raised an error."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return KeptProgram(name, refused=f"{kind}{error}")
 
 
 def _described(
-    name: str, arguments: Mapping[str, Any], graph: fx.Graph, regions: Sequence[Region], codes: Sequence[RegionCode]
+    name: str,
+    arguments: Mapping[str, Any],
+    graph: fx.Graph,
+    regions: Sequence[Region],
+    numbers: Mapping[fx.Node, int],
+    codes: Sequence[RegionCode],
 ) -> KeptProgram:
     if refused := next(_refusals(codes), None):
         raise NotKeptError(refused)
@@ -168,7 +187,10 @@ def _described(
     traced = [*traced_inputs(graph)]
     inputs = [_place(entry, paths) for entry in traced]
     distinct = _distinct(codes)
-    calls = _calls(graph, regions, [distinct.index(code) for code in codes])
+    calls = [
+        Call(distinct.index(code), [numbers[node] for node in region.inputs], len(region.outputs))
+        for code, region in zip(codes, regions, strict=True)
+    ]
     written_to = sorted(_written(calls, distinct, len(inputs)))
     looked_at = [entry for entry in traced if isinstance(entry, TracedTensor)]
     memory_by_tensor = dict(zip(map(id, looked_at), memories_of([entry.value for entry in looked_at]), strict=True))
@@ -181,13 +203,23 @@ def _described(
         tensors=_sizes([*looked_at, *traced_arguments(arguments, PER_CALL)], paths),
         guards=guards,
         ranges=ranges,
-        form=form_of(arguments),
+        form=Alike(arguments).form,
         model=form_of_model(arguments["model"]),
         written=written_to,
         shared=memory_shared(memories, written_to),
     )
     _ = kept.shapes  # ValueError if they are none that can be compared
     return kept
+
+
+def _fingerprint(
+    function: Function, arguments: Mapping[str, Any], graph: fx.Graph, for_threads: bool
+) -> dict[str, Any]:
+    """Return that of the trace that the backend is called in; its code may be made ``for_threads`` of one number."""
+    found = Fingerprint.of_trace(arguments["model"], function, arguments, graph)
+    if found.refused is not None:
+        raise NotKeptError(found.refused)
+    return (found if for_threads else found.for_any_threads()).encoded()
 
 
 def _refusals(codes: Sequence[RegionCode]) -> Iterator[str]:
@@ -220,37 +252,19 @@ def _sizes(traced: Sequence[TracedTensor], paths: Mapping[int, Path]) -> list[Si
     return [Sizes(path, entry.sizes, entry.strides) for path, entry in found.items() if path[0] in PER_CALL]
 
 
-def _numbered(graph: fx.Graph, regions: Sequence[Region]) -> dict[fx.Node, int]:
-    nodes = [*graph.find_nodes(op="placeholder"), *(node for region in regions for node in region.outputs)]
-    return {node: number for number, node in enumerate(nodes)}
+def _numbered(regions: Sequence[Region], inputs: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    numbers: dict[fx.Node, int] = {}
+    for number, node in enumerate([*inputs, *(node for region in regions for node in region.outputs)]):
+        numbers.setdefault(node, number)
+    return numbers
 
 
-def _calls(graph: fx.Graph, regions: Sequence[Region], codes: Sequence[int]) -> list[Call]:
-    if not regions:
-        inputs = len(graph.find_nodes(op="placeholder"))
-        return [Call(codes[0], [*range(inputs)], len(_returned(graph)))]
-    numbers = _numbered(graph, regions)
-    return [
-        Call(code, [numbers[node] for node in region.inputs], len(region.outputs))
-        for code, region in zip(codes, regions, strict=True)
-    ]
-
-
-def _outputs(graph: fx.Graph, regions: Sequence[Region]) -> list[int]:
-    """Return the value of each output of the graph."""
-    if not regions:
-        inputs = len(graph.find_nodes(op="placeholder"))
-        return [inputs + number for number in range(len(_returned(graph)))]
-    numbers = _numbered(graph, regions)
-    return [numbers[node] for node in _returned(graph)]
-
-
-def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
+def _returned(graph: fx.Graph) -> list[fx.Node]:
     (end,) = graph.find_nodes(op="output")
     (returned,) = end.args
     if not (isinstance(returned, (tuple, list)) and all(isinstance(node, fx.Node) for node in returned)):
         raise NotKeptError("its graph returns more than tensors")
-    return returned
+    return [*returned]
 
 
 def _written(calls: Sequence[Call], codes: Sequence[RegionCode], inputs: int) -> set[int]:

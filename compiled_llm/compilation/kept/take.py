@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path as File
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+from compiled_llm.compilation.kept.alike import UnknownError
+from compiled_llm.compilation.kept.cache.stored_program import StoredProgram
 from compiled_llm.compilation.kept.call import RegionCalls
+from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
+from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, ProcessWatch
 from compiled_llm.compilation.kept.inputs import Inputs, MisfitError, ModelTensors
-from compiled_llm.compilation.kept.kept_program import KeptProgram
-from compiled_llm.compilation.kept.layout import UnknownError
-from compiled_llm.compilation.kept.prints import Prints
 from compiled_llm.model.version.model_version import ModelVersion
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -20,24 +20,8 @@ logger = logging.getLogger("compiled_llm.graphs")
 Function = Callable[..., Any]
 
 
-class Kept(Protocol):
-    """A program in a folder."""
-
-    @property
-    def program(self) -> KeptProgram: ...
-    def load(self) -> RegionCalls:
-        """Return its calls, with its code; errors of any type if that cannot be loaded."""
-        raise NotImplementedError
-
-
-class InFolder(NamedTuple):
-    """A program in a folder that was checked."""
-
-    program: KeptProgram
-    folder: File
-
-    def load(self) -> RegionCalls:
-        return RegionCalls(self.program, self.folder)
+class GivenUpError(Exception):
+    """A program fits no call of this process; the message says why."""
 
 
 class Taker:
@@ -49,7 +33,7 @@ class Taker:
         taken: the names of programs that run as they were kept.
     """
 
-    def __init__(self, programs: Sequence[Kept], version: ModelVersion) -> None:
+    def __init__(self, programs: Sequence[StoredProgram], version: ModelVersion) -> None:
         """Of several programs of one name, the first that fits is taken."""
         self._version = version
         self._programs: dict[str, list[_Taken]] = defaultdict(list)
@@ -74,11 +58,14 @@ class Taker:
         misfit = None
         for taken in [*self._candidates(name)]:
             try:
-                if (call := self._bound(taken, function, arguments)) is not None:
-                    self.taken.add(name)
-                    return call
+                call = self._bound(taken, function, arguments)
+            except GivenUpError as error:
+                self._give_up(taken, str(error))
             except MisfitError as error:
                 misfit = str(error)
+            else:
+                self.taken.add(name)
+                return call
         if misfit is not None and name not in self.misfits:
             self.misfits[name] = misfit
             logger.info("compiled_llm: %s is traced for a call that it was not kept for: %s", name, misfit)
@@ -90,60 +77,54 @@ class Taker:
 
     def drop_tensors(self) -> None:
         """Let go of the model's tensors until they are needed."""
-        for programs in self._programs.values():
-            for taken in programs:
-                taken.of_model.drop()
+        for taken in self._all():
+            taken.of_model.drop()
+
+    def _all(self) -> list[_Taken]:
+        return [taken for programs in self._programs.values() for taken in programs]
 
     def _candidates(self, name: str) -> Sequence[_Taken]:
         if self._form is not None and self._programs:
             if self._version.let_gos != self._let_gos:  # its version has nothing to compare the model with
-                self._compare_again()
+                self._form = None
+                for taken in self._all():  # as before they were taken first
+                    taken.process = None
             elif self._version.form != self._form:
-                self._give_up([*self._programs], "the model has changed")
+                for taken in self._all():
+                    self._give_up(taken, "the model has changed")
         return self._programs.get(name, ())
 
-    def _compare_again(self) -> None:
-        """Let programs be compared with the model and the process as before they were taken first."""
-        self._form = None
-        for programs in self._programs.values():
-            for taken in programs:
-                taken.prints = None
-
-    def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function | None:
-        """Return a call; None if the program is given up, MisfitError if it may fit other calls."""
+    def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function:
+        """Return a call; GivenUpError if the program fits none, MisfitError if it may fit other calls."""
         try:
-            if taken.prints is None:
-                if different := self._checked(taken, function, arguments):
-                    self._give_up_one(taken, "; ".join(different))
-                    return None
-            elif taken.prints.process_differs():
-                raise MisfitError("; ".join(taken.prints.process_differences()) or "the process has other settings")
+            if taken.process is None:
+                self._check(taken, function, arguments)
+            elif not taken.process.holds():
+                different = Fingerprint.decoded(taken.program.fingerprint).process_differences()
+                raise MisfitError("; ".join(different) or "the process has other settings")
             if not taken.of_model.take(arguments["model"], self._version):
-                self._give_up_one(taken, "its model has other tensors")
-                return None
+                raise GivenUpError("its model has other tensors")
             return taken.bound(arguments)
         except (LookupError, AttributeError, TypeError, UnknownError) as error:
             raise MisfitError(f"an argument is not what it was ({type(error).__name__}: {error})") from error
 
-    def _checked(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> list[str]:
-        """Return what differs from where the program was kept; if nothing does, watch what may change."""
-        prints = Prints.of(taken.program.fingerprint)
-        if different := prints.differences(arguments["model"], function, arguments):
-            return different
+    def _check(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> None:
+        """Raise GivenUpError if anything differs from where the program was kept; else watch what may change."""
+        kept = Fingerprint.decoded(taken.program.fingerprint)
+        now = kept.now(arguments["model"], function, arguments)
+        process = ProcessWatch(THREADS in kept.entries)
+        if different := kept.compared(now):
+            raise GivenUpError("; ".join(different))
         try:
             taken.load()
         except Exception as error:  # any: the files are what they were, and this torch may not run them
-            return [f"its code cannot be loaded: {type(error).__name__}: {error}"]
-        self._version.watch_code(prints.places)
-        taken.prints, self._form, self._let_gos = prints, self._version.form, self._version.let_gos
-        return []
+            raise GivenUpError(f"its code cannot be loaded: {type(error).__name__}: {error}") from error
+        self._version.watch_code(now.places)
+        self._form = self._version.form
+        self._let_gos = self._version.let_gos
+        taken.process = process
 
-    def _give_up(self, names: Sequence[str], why: str) -> None:
-        for name in names:
-            for taken in [*self._programs[name]]:
-                self._give_up_one(taken, why)
-
-    def _give_up_one(self, taken: _Taken, why: str) -> None:
+    def _give_up(self, taken: _Taken, why: str) -> None:
         name = taken.program.name
         self._programs[name].remove(taken)
         if not self._programs[name]:
@@ -170,10 +151,11 @@ class KeptChecks:
 class _Taken:
     """One kept program."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: StoredProgram) -> None:
         self.program = kept.program
-        self.prints: Prints | None = None  # None until they were compared
-        self._kept, self._inputs = kept, Inputs(kept.program)
+        self.process: ProcessWatch | None = None  # None until the fingerprint was compared
+        self._kept = kept
+        self._inputs = Inputs(kept.program)
         self.of_model = ModelTensors(kept.program)
         self._calls: RegionCalls | None = None
 
@@ -183,4 +165,4 @@ class _Taken:
     def bound(self, arguments: Mapping[str, Any]) -> Function:
         """Return a call with these arguments; MisfitError if they do not fit."""
         assert self._calls is not None, "loaded before"
-        return self._calls.of(self._inputs.of(arguments, self.of_model))
+        return self._calls.bind(self._inputs.find(arguments, self.of_model))

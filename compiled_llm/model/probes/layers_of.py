@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 from transformers import PreTrainedModel
 
@@ -17,22 +16,15 @@ from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.traced.shallow_copies import shallow_copy
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call
 
-Run = Callable[[Callable[[], list[Layer]]], list[Layer]]
-"""Runs the first trial, or returns what it would."""
-
 
 def layers_of(
     model: PreTrainedModel,
     functions: LayerFunctions,
     watch: AbstractContextManager[object] | None = None,
-    run: Run | None = None,
 ) -> list[Layer]:
     """Return the layers of an unwrapped model, or UnsupportedModelError; ``watch`` is entered for the first trial."""
-    # ``run`` may run it, if it is on tensors without values.
     with paged_attention_in(model), watch or nullcontext():
-        fake = not changes_in_first_call(model)
-        probe = partial(probe_layers, model, BATCH_ARGUMENT, fake, functions)
-        layers = probe() if run is None or not fake else run(probe)
+        layers = probe_layers(model, BATCH_ARGUMENT, not changes_in_first_call(model), functions)
     return check_patterns(model, layers)
 
 

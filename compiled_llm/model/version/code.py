@@ -140,7 +140,8 @@ class _Entries:
         self._dicts = [each for each in containers if isinstance(each, dict)]
         self._others = [each for each in containers if not isinstance(each, dict)]
         self._mappings = [each for each in self._others if isinstance(each, Mapping)]
-        self._known, self._sizes = self._now(), self._sizes_now()
+        self._known = self._now()
+        self._sizes = self._sizes_now()
 
     def valid(self) -> bool:
         """Whether each of them holds what it held."""

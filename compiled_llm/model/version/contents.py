@@ -19,15 +19,15 @@ from compiled_llm.model.version.tensors import tensors_in_dataclass, tensors_ins
 Part = dict[Any, Any] | Collection[Any] | Callable[[], Any]
 """A part of a value through which others are read: its entries, or what a call returns."""
 
-_LISTS = (list, tuple, set, frozenset, deque)
-_MOST = 10_000  # entries that one of them may have: a list of a million would take longer to compare than a step
+LISTS = (list, tuple, set, frozenset, deque)
+MOST_ENTRIES = 10_000  # entries that one of them may have: a list of a million would take longer to compare than a step
 
 
 def containers(value: Any) -> Iterator[Part]:
     """Yield a value if it is a container, or the attributes of a config."""
     if isinstance(value, PretrainedConfig):
         yield vars(value)
-    elif isinstance(value, (dict, *_LISTS)) and len(value) <= _MOST:
+    elif isinstance(value, (dict, *LISTS)) and len(value) <= MOST_ENTRIES:
         yield value
 
 
@@ -48,10 +48,11 @@ class Contents:
         self._calls: list[Callable[[], Any]] = []
         self.tensors = self._find(values, parts_of, outside)  # those that were found, each once
         self._counting = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self._known, self._versions = self._now(), self._versions_now()
+        self._known = self._now()
+        self._versions = self._versions_now()
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> Contents:
+    def in_modules(cls, modules: Sequence[nn.Module]) -> Contents:
         """Return those of the attributes of modules, and their tensors."""
         names = ((vars(module), name) for module in modules for name in names_read(module))
         held = (attributes[name] for attributes, name in names if name not in WRITTEN_BY_GENERATE)
@@ -92,7 +93,7 @@ class Contents:
         if isinstance(part, dict):
             self._dicts.append(part)
             return dict.values(part)
-        if isinstance(part, _LISTS):
+        if isinstance(part, LISTS):
             self._lists.append(part)
             return part
         assert callable(part), "it is no collection"

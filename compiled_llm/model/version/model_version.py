@@ -43,7 +43,7 @@ from compiled_llm.model.version.code import Code, Place, places_of
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import Hooks, ModuleTree, Obstacles
-from compiled_llm.model.version.probed_state import ProbedState, said
+from compiled_llm.model.version.probed_state import ProbedState, probed_words
 from compiled_llm.model.version.tensors import Tensors
 from compiled_llm.model.version.training import Difference
 from compiled_llm.model.version.users_code import parts_of
@@ -77,11 +77,13 @@ class ModelVersion:
         self.expected = object()
         self._known = known = _Remembered()
         self._model = weakref.ref(model, lambda _: known.forget())
-        self._layer_count, self._walked, self._code_of_user = layers, walked, code
+        self._layer_count = layers
+        self._walked = walked
+        self._code_of_user = code
         self._lock = lock()  # a runner may be made while the loop of another one runs
         self._numbers = itertools.count(1)
         self._code = Code()
-        self._said: tuple[str, ...] = ()
+        self._probed_words: tuple[str, ...] = ()
         self._tensors = self._layers = self._rest = self._form = self._functions = self._read = 0
         self._remembered_at = self._probed = 0
 
@@ -122,7 +124,8 @@ class ModelVersion:
             self._compare_code()
             number = max(self._tensors, self._layers, self._rest, self._functions, self._read)
             if number != self._remembered_at:  # attributes may hold other containers and tensors now
-                self._known.tensors, self._known.contents = Tensors(self._modules()), Contents.of(self._modules())
+                self._known.tensors = Tensors(self._modules())
+                self._known.contents = Contents.in_modules(self._modules())
                 self._remembered_at = number
             return number
 
@@ -196,9 +199,11 @@ class ModelVersion:
         model, known = self._require_model(), self._known
         with self._lock:
             if known.probed is None or not known.probed.valid():
-                known.probed, now = ProbedState(model), said(model)
-                if now != self._said:
-                    self._said, self._probed = now, next(self._numbers)
+                state, now = ProbedState(model), probed_words(model)
+                if now != self._probed_words:
+                    self._probed = next(self._numbers)
+                    self._probed_words = now
+                known.probed = state
             return self._probed
 
     @property
@@ -229,7 +234,7 @@ class ModelVersion:
         with self._lock:
             return (self._known.tree or self._tree()).hooked_embeddings()
 
-    # ---- each at most once a check
+    # ---- each at most once a check; numbers change before what is remembered does, so that no interrupt loses a change
 
     def _compare_modules(self) -> None:
         known = self._known
@@ -238,11 +243,12 @@ class ModelVersion:
         tree = self._tree()
         if known.layers is None or not known.layers.has_its_dictionaries():
             known.tensors = known.contents = None
-            known.layers, self._layers = ModuleState(tree.layers), next(self._numbers)
+            self._layers = next(self._numbers)
+            known.layers = ModuleState(tree.layers)
         if known.others is None or not known.others.has_its_dictionaries():
             known.tensors = known.contents = None
-            known.others, self._rest = ModuleState(tree.others, root=self._model()), next(self._numbers)
-            self._form = self._rest
+            self._rest = self._form = next(self._numbers)
+            known.others = ModuleState(tree.others, root=self._model())
         known.compared.add("modules")
 
     def _compare_tensors(self) -> None:
@@ -252,20 +258,24 @@ class ModelVersion:
         self._compare_code_of_user()
         held = [] if known.read is None else addresses_of(known.read.tensors)
         if known.tensors is None or held != known.held or not known.tensors.valid():
-            known.tensors, known.held, self._tensors = Tensors(self._modules()), held, next(self._numbers)
+            self._tensors = next(self._numbers)
+            known.tensors = Tensors(self._modules())
+            known.held = held
 
     def _compare_code_of_user(self) -> None:
         known, functions = self._known, self._code_of_user()
         if functions is known.functions and (known.read is None or known.read.valid()):
             return
-        known.functions, self._read = functions, next(self._numbers)
+        self._read = next(self._numbers)
+        known.functions = functions
         known.read = Contents(functions, parts_of, outside=self._modules()) if functions else None
 
     def _compare_layers(self) -> None:
         layers = self._known.layers
         assert layers is not None, "modules have been compared"
         if self._known.is_due("layers") and not layers.has_its_attributes():
-            self._known.layers, self._layers = ModuleState(layers.modules), next(self._numbers)
+            self._layers = next(self._numbers)
+            self._known.layers = ModuleState(layers.modules)
 
     def _compare_rest(self) -> None:
         known, model = self._known, self._model()
@@ -274,16 +284,18 @@ class ModelVersion:
         if known.has_its_rest(type(model)):
             return
         assert known.others is not None, "modules have been compared"
-        has_its_form = known.has_its_form(type(model))
-        known.others, known.contents = ModuleState(known.others.modules, root=model), Contents.of(self._modules())
-        known.kind, self._rest = type(model), next(self._numbers)
-        if not has_its_form:
-            self._form = self._rest
+        number = next(self._numbers)
+        if not known.has_its_form(type(model)):
+            self._form = number
+        self._rest = number
+        known.others = ModuleState(known.others.modules, root=model)
+        known.contents = Contents.in_modules(self._modules())
+        known.kind = type(model)
 
     def _compare_code(self) -> None:
         if self._known.is_due("code") and not self._code.valid():
-            self._code.remember()
             self._functions = next(self._numbers)
+            self._code.remember()
 
     def _tree(self) -> ModuleTree:
         """Return the modules as they are now; what was remembered of others is forgotten."""

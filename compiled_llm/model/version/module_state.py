@@ -32,13 +32,16 @@ class ModuleState:
         self._attributes = [vars(module) for module in everything if not _may_get_more(module)]
         self._growing = [vars(module) for module in everything if _may_get_more(module)]
         held = [(vars(module), name) for module in everything for name in _HOLDERS if vars(module)[name]]
-        self._holders, self._holder_names = [owner for owner, _ in held], [name for _, name in held]
+        self._holders = [owner for owner, _ in held]
+        self._holder_names = [name for _, name in held]
         self._known_holders = self._holders_now()
         # Where there was no tensor, Dynamo notices the first: it guards how many a layer has.
         self._tensors = [tensors for owner, name in held if name != "_modules" and (tensors := owner[name])]
         read = [(vars(module), name) for module in everything for name in names_read(module)]
-        self._owners, self._names = [owner for owner, _ in read], [name for _, name in read]
-        self._known, self._tensor_names = self._now(), self._tensor_names_now()
+        self._owners = [owner for owner, _ in read]
+        self._names = [name for _, name in read]
+        self._known = self._now()
+        self._tensor_names = self._tensor_names_now()
 
     def has_its_dictionaries(self) -> bool:
         """Whether they hold modules and tensors in the same dictionaries."""

@@ -45,7 +45,8 @@ class ModuleTree:
         # the list and all modules in it
         self.layers = [] if self.list_of_layers is None else [*self.list_of_layers[1].modules()]
         modules, in_layers = [module for _, module in named], {*self.layers}
-        self._flags, self._named = [vars(module) for module in modules], named[1:]
+        self._flags = [vars(module) for module in modules]
+        self._named = named[1:]
         self._embeddings = [(name.split("."), module) for name, module in self._named if _embeds(module)]
         # those that are not, without the model itself, which nothing here keeps alive
         self.others = [module for module in modules if module is not model and module not in in_layers]
@@ -97,7 +98,8 @@ class ModuleTree:
         """Return those of inner modules, by module; every call asks, so they are sought once there may be another."""
         if (registered := hooks_registered()) != self._registered:
             both = chain.from_iterable(map(_HOOKS_FOR_GRADIENTS, self._inside))
-            self._registered, self._for_gradients = registered, [*filter(None, both)]
+            self._registered = registered
+            self._for_gradients = [*filter(None, both)]
         return self._for_gradients
 
     def _first_of(self, hooks: Hooks) -> str:

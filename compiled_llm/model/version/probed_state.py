@@ -34,36 +34,31 @@ class ProbedState:
     def __init__(self, model: PreTrainedModel) -> None:
         self._attributes = [vars(module) for _, module in _asked(model)]
         read = [(held, name) for held in self._attributes for name, value in held.items() if _is_read(name, value)]
-        self._owners, self._names = [owner for owner, _ in read], [name for _, name in read]
-        self._known, self._known_configs = self._now(), self._configs_now()
+        self._owners = [owner for owner, _ in read]
+        self._names = [name for _, name in read]
+        self._known = self._now()
+        self._lengths = self._lengths_now()
         lists = (owner[name] for owner, name in read if isinstance(owner[name], _CONTAINERS))
         self._contents = Contents([*_configs(model), *lists])
 
     def valid(self) -> bool:
-        """Whether all of it is as it was, as far as a quick comparison tells; ``said`` tells whether that matters."""
-        plain = _equal(self._known, self._now()) and same(self._known_configs, self._configs_now())
-        return plain and self._contents.valid()
+        """Whether all of it is as it was, as far as a quick comparison tells; ``probed_words`` says if it matters."""
+        return self._lengths == self._lengths_now() and same(self._known, self._now()) and self._contents.valid()
 
     def _now(self) -> list[Any]:
-        # Attributes that come late, and that no probe reads, are counted, too: ``said`` tells that they do not matter.
-        return [*map(len, self._attributes), *map(dict.get, self._owners, self._names)]
+        configs = map(dict.get, self._attributes, repeat("config"))
+        return [*configs, *map(dict.get, self._owners, self._names)]
 
-    def _configs_now(self) -> list[Any]:
-        return list(map(dict.get, self._attributes, repeat("config")))
+    def _lengths_now(self) -> list[int]:
+        # Attributes that come late, and that no probe reads, are counted, too: by ``probed_words`` they do not matter.
+        return [*map(len, self._attributes)]
 
 
-def said(model: PreTrainedModel) -> tuple[str, ...]:
+def probed_words(model: PreTrainedModel) -> tuple[str, ...]:
     """Return what the probes read, in words that are the same if their answers are."""
     configs = (f"{type(config).__name__}: {_plain(vars(config))}" for config in _configs(model))
     modules = (f"{name} {type(module).__name__}: {_plain(vars(module))}" for name, module in _asked(model))
     return (*configs, *modules)
-
-
-def _equal(before: list[Any], now: list[Any]) -> bool:
-    try:
-        return before == now
-    except RuntimeError:  # a number has become a tensor
-        return False
 
 
 def _is_read(name: str, value: Any) -> bool:

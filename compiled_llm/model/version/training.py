@@ -13,12 +13,13 @@ import inspect
 import operator
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from compiled_llm.compat.cache_names import STATE_CACHE_NAMES
+from compiled_llm.model.version.functions import names_in
 
 CHECKPOINTING = "gradient_checkpointing"
 """HuggingFace's flag of layers that use no cache in training mode, and compute again what gradients need."""
@@ -59,8 +60,8 @@ class Difference(NamedTuple):
         return self.attribute == CHECKPOINTING
 
     def __str__(self) -> str:
-        said = f"{self.attribute}={self.value!r}" if self.attribute else "its code reads `training`"
-        return f"{self.module or 'the model itself'} ({self.kind}: {said})"
+        reason = f"{self.attribute}={self.value!r}" if self.attribute else "its code reads `training`"
+        return f"{self.module or 'the model itself'} ({self.kind}: {reason})"
 
 
 def training_difference(modules: Iterable[tuple[str, nn.Module]]) -> Difference | None:
@@ -97,7 +98,7 @@ def _functions(method: object) -> Iterator[FunctionType]:
 
 
 def _reads(function: FunctionType) -> Iterator[Read]:
-    if not _names_training(function.__code__):
+    if "training" not in names_in(function.__code__):
         return
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
@@ -108,11 +109,6 @@ def _reads(function: FunctionType) -> Iterator[Read]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "training" and isinstance(node.ctx, ast.Load):
             yield _read(node, parents, function.__code__.co_varnames[:1])
-
-
-def _names_training(code: CodeType) -> bool:
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return "training" in code.co_names or any(map(_names_training, inner))
 
 
 def _read(node: ast.expr, parents: dict[ast.AST, ast.AST], first: tuple[str, ...]) -> Read:

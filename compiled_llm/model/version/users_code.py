@@ -9,12 +9,13 @@ import argparse
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Set
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from compiled_llm.model.version.contents import Part, containers
+from compiled_llm.model.version.functions import content_of, names_in
 
 _LIBRARIES = frozenset({"torch", "transformers", "numpy", "compiled_llm", "compiled_llm_ops"}) | sys.stdlib_module_names
 
@@ -48,11 +49,11 @@ def parts_of(value: Any) -> Iterator[Part]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[Part]:
-    yield from (functools.partial(_content, cell) for cell in function.__closure__ or ())
+    yield from (functools.partial(content_of, cell) for cell in function.__closure__ or ())
     yield functools.partial(getattr, function, "__defaults__")
     yield functools.partial(getattr, function, "__kwdefaults__")
     yield vars(function)
-    names, found = _names_in(function.__code__), function.__globals__
+    names, found = names_in(function.__code__), function.__globals__
     for name in sorted(names & found.keys()):
         yield functools.partial(found.get, name)
         if isinstance(module := found[name], ModuleType) and not _is_library(module.__name__):
@@ -61,19 +62,6 @@ def _parts_of_function(function: FunctionType) -> Iterator[Part]:
 
 def _named_in(attributes: Mapping[str, Any], names: Set[str]) -> Iterator[Part]:
     return (functools.partial(attributes.get, name) for name in sorted(names & attributes.keys()))
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function, and in those inside it."""
-    inner = (_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    return {*code.co_names}.union(*inner)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty so far
-        return None
 
 
 def _is_library(module: str | None) -> bool:

@@ -17,11 +17,12 @@ import torch
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import compiled_llm
+from compiled_llm.compilation.artifacts import writing
 from compiled_llm.compilation.artifacts.manifest import NAME
-from compiled_llm.compilation.kept.cache import entry as entries, room
-from compiled_llm.compilation.kept.cache.entry import CacheEntry
+from compiled_llm.compilation.kept.cache import room
 from compiled_llm.compilation.kept.cache.program_cache import ProgramCache, _say_once
 from compiled_llm.compilation.kept.cache.room import make_room
+from compiled_llm.compilation.kept.cache.stored_program import StoredProgram
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.execution.reporting.progress import watched
 from support.compilation.kept_programs import results_in_turn, traces_counted, wait_for_writing
@@ -80,8 +81,8 @@ def programs_in(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob(f"[!.]*/*/{NAME}"))
 
 
-def read(folder: Path) -> CacheEntry:
-    return CacheEntry.read(folder, json.loads((folder / NAME).read_bytes())["manifest"]["made_for"])
+def read(folder: Path) -> StoredProgram:
+    return StoredProgram.read(folder, json.loads((folder / NAME).read_bytes())["manifest"]["made_for"])
 
 
 # ---- a process that finds programs
@@ -282,11 +283,11 @@ def test_a_process_that_is_killed_before_the_renaming_leaves_nothing_under_that_
     cache = ProgramCache(tmp_path / "programs", MADE_FOR)
 
     def killed(number: int) -> None:
-        monkeypatch.setattr(entries.os, "rename", lambda *names: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(writing.os, "rename", lambda *names: os.kill(os.getpid(), signal.SIGKILL))
         cache.write(program(), files)
 
     assert in_children(1, killed) == [-signal.SIGKILL]
-    (unfinished,) = (tmp_path / "programs").glob(f"{room.UNFINISHED}*")
+    (unfinished,) = (tmp_path / "programs").glob(f"{writing.UNFINISHED}*")
     assert cache.read() == []
     cache.write(program(), files)
     assert [entry.program.name for entry in cache.read()] == ["decode"]
@@ -320,7 +321,7 @@ def test_the_oldest_make_room_for_others(tmp_path: Path, files: dict[str, Path])
     folders = sorted(programs_in(root), key=lambda folder: read(folder)._manifest.made_for["model"])
     for age, folder in enumerate(folders):
         os.utime(folder, (1000 - age, 1000 - age))
-    CacheEntry.read(folders[4], {"model": 4}).load()  # was the oldest
+    StoredProgram.read(folders[4], {"model": 4}).load()  # was the oldest
     nbytes = sum(path.lstat().st_size for path in folders[0].rglob("*"))
     make_room(root, most=3 * nbytes)
     assert programs_in(root) == sorted([folders[4], *folders[:2]])

@@ -68,7 +68,7 @@ def test_all_guards_of_prefill_and_decode_are_covered(family, whole):
 
 
 @pytest.mark.drawn(most=1)
-@pytest.mark.parametrize("left_out", ["opened", "saw", "read"])
+@pytest.mark.parametrize("left_out", ["has_opened", "has_seen", "has_read"])
 def test_a_guard_that_no_entry_covers_is_named(left_out):
     """Were values not looked into, not found, or globals no entries, nothing would be kept."""
     with mock.patch.object(Walk, left_out, return_value=False):

@@ -14,7 +14,7 @@ from compiled_llm.compilation.kept import inputs
 from compiled_llm.compilation.kept.alike import Alike, equal_ones
 from compiled_llm.compilation.kept.inputs import Inputs, MisfitError, ModelTensors
 from compiled_llm.compilation.kept.kept_program import KeptProgram
-from compiled_llm.compilation.kept.layout import Shapes, Sizes, form_of, form_of_model
+from compiled_llm.compilation.kept.layout import Shapes, Sizes, form_of_model
 from compiled_llm.model.version.model_version import ModelVersion
 
 Arguments = dict[str, Any]
@@ -90,7 +90,7 @@ def test_arguments_that_differ_in_more_than_sizes_are_not_alike(name: str) -> No
     alike = Alike(given)
     assert alike.tensors(other) is not None
     OTHERS[name](other)
-    assert form_of(other) != form_of(given)
+    assert Alike(other).form != Alike(given).form
     assert alike.tensors(other) is None
 
 
@@ -172,7 +172,7 @@ def kept(**changes: Any) -> KeptProgram:
     """A program that reads a weight, a size, inputs and a page that it writes to."""
     places: list[Any] = [("model", "weight"), "s0", ("inputs", "ids"), ("pages", 0), ("pages", 1)]
     sizes = [Sizes(("inputs", "ids"), ["s0"], [1]), Sizes(("pages", 0), [8, 2], [2, 1])]
-    said = {"inputs": places, "tensors": sizes, "form": form_of(arguments()), "model": form_of_model(layer())}
+    said = {"inputs": places, "tensors": sizes, "form": Alike(arguments()).form, "model": form_of_model(layer())}
     return KeptProgram("prefill", **{**said, "written": [3], "shared": [], **changes})
 
 
@@ -190,7 +190,7 @@ class Call:
 
     def of(self, given: Arguments) -> list[Any]:
         assert self.take()
-        return self.inputs.of(given, self.tensors)
+        return self.inputs.find(given, self.tensors)
 
 
 def test_inputs_are_those_of_each_call() -> None:
@@ -206,7 +206,7 @@ def test_inputs_are_those_of_each_call() -> None:
 
 def test_calls_alike_are_compared_value_by_value_once() -> None:
     call = Call()
-    with mock.patch.object(inputs, "form_of", side_effect=form_of) as compared:
+    with mock.patch.object(inputs, "Alike", side_effect=Alike) as compared:
         for _ in range(3):
             call.of(arguments())
     assert compared.call_count == 1

@@ -15,7 +15,7 @@ import pytest
 
 from compiled_llm.compilation.artifacts.checked_folder import manifest_of
 from compiled_llm.compilation.artifacts.manifest import NAME
-from compiled_llm.compilation.kept.part import FOLDER, TRIAL
+from compiled_llm.compilation.kept.part import FOLDER
 from support.characters import character_tokenizer
 from support.compilation import start_with_artifacts
 from support.compilation.artifact_folders import compiled
@@ -109,10 +109,9 @@ def test_a_process_with_artifacts_takes_programs_and_builds_nothing(tmp_path: Pa
 
 
 def without_programs(artifacts: Path, target: Path) -> Path:
-    """The same folder, as if neither programs nor the trial forward could have been kept."""
+    """The same folder, as if no program could have been kept."""
     shutil.copytree(artifacts, target)
     shutil.rmtree(target / FOLDER)
-    (target / TRIAL).unlink(missing_ok=True)
     manifest = manifest_of(artifacts)
     files = {name: manifest.files[name] for name in manifest.files if (target / name).exists()}
     (target / NAME).write_bytes(replace(manifest, files=files).encoded())

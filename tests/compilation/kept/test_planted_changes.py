@@ -23,8 +23,8 @@ from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compat.torch.kept.region_code import RegionCode
 from compiled_llm.compilation.kept import part, record
 from compiled_llm.compilation.kept.fingerprint import fingerprint
+from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
 from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch
-from compiled_llm.compilation.kept.prints import Prints
 from compiled_llm.compilation.kept.take import Taker
 from support.compilation import planted_runs
 from support.compilation.kept_programs import taking
@@ -279,7 +279,7 @@ def test_only_cpp_kernels_are_made_for_a_number_of_threads(kernels: list[Path], 
 def test_a_model_that_was_let_go_of_is_compared_again() -> None:
     model, plain = taken()
     model.compiled.facts.version.let_go()
-    with mock.patch.object(Prints, "differences", autospec=True, side_effect=Prints.differences) as compared:
+    with mock.patch.object(Fingerprint, "now", autospec=True, side_effect=Fingerprint.now) as compared:
         assert answer(model) == answer(plain)
     assert compared.call_count == 2
     assert set(model.compiled.stats().programs.values()) == {"kept"}

@@ -29,7 +29,7 @@ class Call(NamedTuple):
     def compared_with(self, kept: Fingerprint) -> list[str]:
         """Return what differs, as where programs are called."""
         with self.model.compiled.facts.attention.paged(), torch.no_grad():
-            return kept.differences(self.stand_in, self.function, self.arguments)
+            return kept.compared(kept.now(self.stand_in, self.function, self.arguments))
 
 
 class Traced(NamedTuple):

@@ -72,7 +72,8 @@ class _Values:
 
     def way_to_presence(self, guard: Any) -> tuple[Step, ...]:
         """``way_to`` of an attribute that may be absent; None is its value, for only what has it matters."""
-        source, name = guard.originating_source, getattr(guard.create_fn, "keywords", {}).get("attr")
+        source = guard.originating_source
+        name = getattr(guard.create_fn, "keywords", {}).get("attr")
         if name is None:  # until torch 2.12, the guard's source is the attribute
             source, name = source.base, source.member
         return *self.way_to(source), Step(f"{_expression(source)}.{name}", name, None)

@@ -67,23 +67,10 @@ def state() -> dict[str, object]:
     guarded: dict[str, object] = json.loads(GlobalStateGuard().__getstate__())  # type: ignore[attr-defined]
     return {
         **{_IN_WORDS.get(name, f"Dynamo's {name}"): value for name, value in guarded.items()},
-        "torch.inference_mode": torch.is_inference_mode_enabled(),
-        "torch.set_default_device": str(_device.CURRENT_DEVICE),
-        "torch.set_float32_matmul_precision": _said(torch.get_float32_matmul_precision),
-        **_precisions(),
-        "torch.utils.deterministic.fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+        **{name: _as_read(read) for name, read in _BESIDE_GUARDED.items()},
         "torch.backends.opt_einsum": [torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy],
-        "attention kernels of torch": [enabled() for enabled in _attention_kernels()],
-        "torch function modes": [_name_of(mode) for mode in _get_current_function_mode_stack()],
-        "torch dispatch modes": [_name_of(mode) for mode in _get_current_dispatch_mode_stack()],
-        "torch.func": peek_interpreter_stack() is not None,
-        "torch.autograd.forward_ad": torch.autograd.forward_ad._current_level,
-        "torch.jit.trace": torch._C._get_tracing_state() is not None,
-        "saved tensors' hooks": _top_saved_tensors_default_hooks(True) is not None,
-        "anomaly mode": torch.is_anomaly_enabled(),
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
         "torch.distributed": _distributed(),
-        "torch.compiler.set_stance": off_by_stance(),
         "torch.compile": switched_off(),
     }
 
@@ -113,7 +100,9 @@ class StateCheck:
 
     def __init__(self, threads: bool = True) -> None:
         """Without ``threads``, their number is left out."""
-        self._guarded, self._beside, self._threads = GlobalStateGuard(), _beside_guarded(), threads
+        self._guarded = GlobalStateGuard()
+        self._beside = _beside_guarded()
+        self._threads = threads
 
     def holds(self) -> bool:
         """Whether all of it is as it was."""
@@ -123,29 +112,21 @@ class StateCheck:
         return self._guarded.check() or (not self._threads and self._guarded.reason().split() == ["num_threads"])
 
 
-def _beside_guarded() -> tuple[object, ...]:
-    """Return what ``state`` has besides that which Dynamo's own guard compares."""
-    inside = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()) if inside else ()
-    return (
-        torch.is_inference_mode_enabled(),
-        _device.CURRENT_DEVICE,
-        _said(torch.get_float32_matmul_precision),
-        [torch._C._get_fp32_precision_getter(*place) for place in _PRECISIONS],
-        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        [enabled() for enabled in _attention_kernels()],
-        [*map(type, modes)],
-        peek_interpreter_stack() is not None,
-        torch.autograd.forward_ad._current_level,
-        torch._C._get_tracing_state() is not None,
-        _top_saved_tensors_default_hooks(True) is not None,
-        torch.is_anomaly_enabled(),
-        off_by_stance(),
-        hooks_on_all_modules(),
-    )
+def _beside_guarded() -> list[object]:
+    return [*map(_as_read, _BESIDE_GUARDED.values())]
 
 
-_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "all"), ("mkldnn", "all"), ("mkldnn", "matmul"))
+def _as_read(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RuntimeError as error:  # older and newer settings of precision contradict each other
+        return str(error)
+
+
+def _modes() -> list[str]:
+    if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        return []
+    return [*map(_name_of, (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()))]
 
 
 def _name_of(mode: object) -> str:
@@ -153,31 +134,31 @@ def _name_of(mode: object) -> str:
     return f"{type(mode).__module__}.{type(mode).__qualname__}{device}"
 
 
-def _precisions() -> dict[str, object]:
-    """Return the precisions that newer functions of torch set; older and newer ones may contradict each other."""
-    places = {
-        "torch.backends": torch.backends,
-        "torch.backends.cuda.matmul": torch.backends.cuda.matmul,
-        "torch.backends.cudnn": torch.backends.cudnn,
-        "torch.backends.mkldnn": torch.backends.mkldnn,
-        "torch.backends.mkldnn.matmul": getattr(torch.backends.mkldnn, "matmul", None),
-    }
-    return {
-        f"{name}.fp32_precision": _said(partial(getattr, place, "fp32_precision", None))
-        for name, place in places.items()
-    }
+_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "all"), ("mkldnn", "all"), ("mkldnn", "matmul"))
+_KERNELS = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
-
-def _said(read: Callable[[], object]) -> str:
-    try:
-        return str(read())
-    except RuntimeError as error:
-        return str(error)
-
-
-def _attention_kernels() -> tuple[Callable[[], bool], ...]:
-    cuda = torch.backends.cuda
-    return cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled
+_BESIDE_GUARDED: dict[str, Callable[[], object]] = {
+    "torch.inference_mode": torch.is_inference_mode_enabled,
+    "torch.set_default_device": lambda: str(_device.CURRENT_DEVICE),
+    "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision,
+    **{
+        f"fp32_precision of {' '.join(place)}": partial(torch._C._get_fp32_precision_getter, *place)
+        for place in _PRECISIONS
+    },
+    "torch.utils.deterministic.fill_uninitialized_memory": lambda: (
+        torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    ),
+    **{f"torch.backends.cuda.{name}": getattr(torch.backends.cuda, name) for name in _KERNELS},
+    "torch function modes and dispatch modes": _modes,
+    "torch.func": lambda: peek_interpreter_stack() is not None,
+    "torch.autograd.forward_ad": lambda: torch.autograd.forward_ad._current_level,
+    "torch.jit.trace": lambda: torch._C._get_tracing_state() is not None,
+    "saved tensors' hooks": lambda: _top_saved_tensors_default_hooks(True) is not None,
+    "anomaly mode": torch.is_anomaly_enabled,
+    "torch.compiler.set_stance": off_by_stance,
+    "hooks on all modules": hooks_on_all_modules,
+}
+"""What Dynamo's own guard of the process does not compare, and steps do: by names that a user understands."""
 
 
 def _distributed() -> list[int] | None:

@@ -206,9 +206,9 @@ def _note_kernels(code: RegionCode, module: ModuleType, path: Path) -> str | Non
     return None
 
 
-def load_code(folder: Path, said: Mapping[str, Any]) -> Function:
+def load_code(folder: Path, encoded: Mapping[str, Any]) -> Function:
     """Return the function of ``RegionCode.encoded``, whose files lie in a folder of Inductor's and Triton's caches."""
-    kernels, launched, libraries = said["triton"], iter(said["triton"]), iter(said["kernels"])
+    kernels, launched, libraries = encoded["triton"], iter(encoded["triton"]), iter(encoded["kernels"])
 
     def cpp(*args: Any, **kwargs: Any) -> Any:
         return _library(folder / "inductor" / next(libraries))
@@ -218,8 +218,8 @@ def load_code(folder: Path, said: Mapping[str, Any]) -> Function:
 
     found = SimpleNamespace(cpp_pybinding=cpp, triton=triton, wait=lambda all: None)
     with inductor_cache_at(folder) as own, kernels_first_in(folder / "triton", own) if kernels else nullcontext():
-        function: Function = _run(folder / "inductor" / said["file"], found)["call"]
-    return _aligning(function, said["aligned"], said["written"]) if said["aligned"] else function
+        function: Function = _run(folder / "inductor" / encoded["file"], found)["call"]
+    return _aligning(function, encoded["aligned"], encoded["written"]) if encoded["aligned"] else function
 
 
 def _run(path: Path, async_compile: Any) -> dict[str, Any]:

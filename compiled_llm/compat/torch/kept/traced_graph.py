@@ -71,7 +71,7 @@ def written_objects() -> list[str]:
     effects: Any = InstructionTranslator.current_tx().output.side_effects
     changed = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
     existing = [variable for variable in changed if type(variable.mutation_type).__name__.endswith("Existing")]
-    return [said for variable in existing for said in _written(variable, effects.store_attr_mutations.get(variable))]
+    return [words for variable in existing for words in _written(variable, effects.store_attr_mutations.get(variable))]
 
 
 def _written(variable: Any, attributes: Mapping[str, Any] | None) -> Iterator[str]:

@@ -62,7 +62,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def load_kernel(name: str, source: str, said: Mapping[str, Any]) -> Any:
+def load_kernel(name: str, source: str, encoded: Mapping[str, Any]) -> Any:
     """Return a kernel of ``TritonKernel.encoded``, from where ``kernels_in`` says; ValueError if Triton has another."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime import compile_tasks
@@ -72,10 +72,10 @@ def load_kernel(name: str, source: str, said: Mapping[str, Any]) -> Any:
     key, path = PyCodeCache.write(source)
     kernel = getattr(compile_tasks._reload_python_module(key, path), name)  # of this code alone, unlike torch's
     config = copy.copy(kernel.configs[0])
-    vars(config).update(said["tiling"])
+    vars(config).update(encoded["tiling"])
     kernel.configs = [config]
     kernel.inductor_meta.update(dict.fromkeys(_TUNING, False))
     kernel.precompile()
-    if [launcher.cache_hash for launcher in kernel.launchers] != [said["name"]]:
+    if [launcher.cache_hash for launcher in kernel.launchers] != [encoded["name"]]:
         raise ValueError(f"Triton makes another kernel of {name} than there was")
     return kernel

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm.compilation.artifacts.checked_folder import RefusedError, check_folder
-from compiled_llm.compilation.kept.cache.entry import CacheEntry, said_in_names, write
 from compiled_llm.compilation.kept.cache.room import MOST_OF_A_NAME, make_room, newest, remove
+from compiled_llm.compilation.kept.cache.stored_program import StoredProgram, folder_name_of, write
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -24,11 +24,12 @@ class ProgramCache:
 
     def __init__(self, root: Path, made_for: Mapping[str, Any]) -> None:
         """``root`` has those of all keys; ``made_for`` are values of JSON, equal wherever a program may be taken."""
-        self._root, self._made_for = root, made_for
+        self._root = root
+        self._made_for = made_for
         key = hashlib.sha256(json.dumps(made_for, sort_keys=True).encode()).hexdigest()[:20]
         self._folder = root / key
 
-    def read(self) -> list[CacheEntry]:
+    def read(self) -> list[StoredProgram]:
         """Return the programs, that which was last used first; one that is damaged is removed."""
         try:
             if not self._folder.exists():
@@ -56,23 +57,23 @@ class ProgramCache:
             check_folder(self._root)
             if self._folder.exists():
                 check_folder(self._folder)
-            if write(self._folder, program, files, self._made_for, self._root) is not None:
+            if write(self._folder, program, files, self._made_for, self._root):
                 self._forget_oldest(program.name)
                 make_room(self._root)
         except (OSError, RefusedError) as error:
             _say_once(f"programs are not kept in {self._root}: {_reason(error)}")
 
-    def _entries(self) -> Iterator[CacheEntry]:
+    def _entries(self) -> Iterator[StoredProgram]:
         for folder in newest(self._folder.iterdir()):
             try:
-                yield CacheEntry.read(folder, self._made_for)
+                yield StoredProgram.read(folder, self._made_for)
             except (OSError, ValueError) as error:
                 logger.debug("compiled_llm: %s is removed: %s", folder, error)
                 remove(folder)
 
     def _forget_oldest(self, name: str) -> None:
         """Remove the oldest programs of a name: a model's code has been edited a few times."""
-        own = [folder for folder in self._folder.iterdir() if folder.name.rpartition("-")[0] == said_in_names(name)]
+        own = [folder for folder in self._folder.iterdir() if folder.name.rpartition("-")[0] == folder_name_of(name)]
         for folder in newest(own)[MOST_OF_A_NAME:]:
             remove(folder)
 

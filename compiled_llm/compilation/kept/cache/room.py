@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-UNFINISHED = ".unfinished-"
-"""Names of folders begin so while they are written."""
+from compiled_llm.compilation.artifacts.writing import UNFINISHED
 
 MOST_BYTES = 2**30
 """Of all programs together; one of a model of 30 layers takes about 1.3 MB."""

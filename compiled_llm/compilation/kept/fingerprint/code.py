@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+from compiled_llm.model.version.functions import names_in, with_inner
+
 _CACHED = 16_384  # more than the functions of a model's classes, traced or not
 _IMPORT = dis.opmap["IMPORT_NAME"]
 
@@ -41,12 +43,6 @@ def _constant(value: Any) -> str:
 
 
 @functools.lru_cache(_CACHED)
-def names_in(code: CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes in code, and in the functions inside it."""
-    return frozenset(name for each in _with_inner(code) for name in each.co_names)
-
-
-@functools.lru_cache(_CACHED)
 def names_read_in(code: CodeType) -> frozenset[str]:
     """Return ``names_in`` code, and its texts if it may read attributes by these."""
     names = names_in(code)
@@ -56,13 +52,13 @@ def names_read_in(code: CodeType) -> frozenset[str]:
 @functools.lru_cache(_CACHED)
 def codes_in(code: CodeType) -> frozenset[str]:
     """Return the hashes of code and of the functions inside it."""
-    return frozenset(map(code_digest, _with_inner(code)))
+    return frozenset(map(code_digest, with_inner(code)))
 
 
 def words_in(code: CodeType) -> Iterator[str]:
     """Yield what code may read attributes by: the names in it, and its texts, which ``getattr`` takes."""
     yield from names_in(code)
-    for each in _with_inner(code):
+    for each in with_inner(code):
         yield from each.co_varnames  # a keyword, or a parameter that stands for one
         for value in each.co_consts:
             yield from filter(str.isidentifier, _texts(value))
@@ -71,14 +67,7 @@ def words_in(code: CodeType) -> Iterator[str]:
 @functools.lru_cache(_CACHED)
 def imports(code: CodeType) -> bool:
     """Whether code imports a module while it runs."""
-    return any(_IMPORT in each.co_code[::2] for each in _with_inner(code))
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _with_inner(value)
+    return any(_IMPORT in each.co_code[::2] for each in with_inner(code))
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch import nn
 
 from compiled_llm.compat.huggingface import is_view
 from compiled_llm.compat.torch.kept.guards import OF_PRESENCE, OF_PROCESS, OF_SIZES, Guarded, Step
-from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, UNSAID, is_plain
+from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, UNNAMED, is_plain
 from compiled_llm.compilation.kept.fingerprint.visit import Visit
 from compiled_llm.model.version.module_state import UNREAD_BY_LINEAR
 
@@ -47,7 +47,7 @@ _BETWEEN = (CellType, CodeType, property, DynamicClassAttribute, staticmethod, c
 _READ_BY_C = (MemberDescriptorType, GetSetDescriptorType, type(Step.name))  # the last: fields of named tuples
 """Descriptors that read what an object holds, and run no code of Python's."""
 
-_SAID_OF_ENTRIES = ("name", "value")
+_HASHED_OF_ENTRIES = ("name", "value")
 """What an entry of an enumeration is hashed by, as it is read in each process."""
 
 _ABSENT = object()
@@ -78,13 +78,13 @@ def _covers(guard: Guarded, walk: Visit, per_call: Collection[str], computed: Co
 
 def _covers_way(way: tuple[Step, ...], walk: Visit) -> bool:
     leaf, outer = way[-1], way[:-1]
-    if any(step.name in UNSAID for step in way):
+    if any(step.name in UNNAMED for step in way):
         return False
     if str(way[0].name).startswith("__builtins_dict__"):
         return type(leaf.value).__name__ in ("builtin_function_or_method", "type")
     at = next((at for at in reversed(range(len(outer))) if not _is_between(outer[at])), None)
     if at is None:  # a global of the program's own function, or one that Dynamo has set for a module
-        return isinstance(leaf.value, ModuleType) or _is_between(leaf) or walk.saw(leaf.value)
+        return isinstance(leaf.value, ModuleType) or _is_between(leaf) or walk.has_seen(leaf.value)
     owner = outer[at].value
     if isinstance(owner, ModuleType):
         name = str(way[at + 1].name)
@@ -92,8 +92,8 @@ def _covers_way(way: tuple[Step, ...], walk: Visit) -> bool:
             return True  # hooks on all modules: with some, no program is kept
         if f"{owner.__name__}.{name}" in BOOKKEEPING:
             return True
-        return owner.__name__.startswith(_HAVE_VERSIONS) or walk.read(owner, name)
-    return walk.opened(owner) if _is_between(leaf) else walk.saw(leaf.value) or _has_version(owner, leaf.value)
+        return owner.__name__.startswith(_HAVE_VERSIONS) or walk.has_read(owner, name)
+    return walk.has_opened(owner) if _is_between(leaf) else walk.has_seen(leaf.value) or _has_version(owner, leaf.value)
 
 
 def functions_read(guards: Iterable[Guarded]) -> Iterator[FunctionType]:
@@ -119,7 +119,7 @@ def _computed_in(guards: Iterable[Guarded]) -> Iterator[str]:
 
 def _is_stored(owner: object, step: Step) -> bool:
     """Whether a step reads what its owner or its owner's class holds."""
-    if step.name is None or (isinstance(owner, enum.Enum) and step.name in _SAID_OF_ENTRIES):
+    if step.name is None or (isinstance(owner, enum.Enum) and step.name in _HASHED_OF_ENTRIES):
         return True
     of_kind = inspect.getattr_static(type(owner), step.name, None)
     if hasattr(type(of_kind), "__set__"):  # before what the owner holds by that name

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import sysconfig
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -20,7 +19,7 @@ from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
 from compiled_llm.compilation.kept.fingerprint.coverage import functions_read, uncovered
 from compiled_llm.compilation.kept.fingerprint.functions import reads_more
-from compiled_llm.compilation.kept.fingerprint.plain import EVERYTHING, UNSAID, path_of
+from compiled_llm.compilation.kept.fingerprint.plain import path_of
 from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, process_state, versions
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError
 from compiled_llm.compilation.kept.fingerprint.walk import Walk
@@ -34,16 +33,6 @@ _LIBRARIES = tuple(
         sysconfig.get_path("stdlib"),
     )
 )
-_OF_LAYERS = str(Path(nn.__file__).resolve().parent)
-_SAYING_NOTHING = frozenset({"transformers.utils.logging", "typing_extensions"})
-"""Modules of others whose functions make no difference to layers."""
-
-_BELOW = frozenset({"torch", "compiled_llm", "compiled_llm_ops"})
-_OF_PROCESS = UNSAID | {
-    *("environ", "getenv", "open", "read_text", "time", "perf_counter", "random", "urandom", "uuid4", "getpid"),
-    *("_getframe", "gc", "locals", "globals", "vars", "get_num_threads"),
-}
-"""Names by which code may read what is hashed nowhere."""
 _OPS = frozenset({"aten", "prims", "prim", "compiled_llm", "inductor", "higher_order"})
 
 
@@ -72,80 +61,30 @@ class Fingerprint:
         function: Callable[..., Any],
         arguments: Mapping[str, Any],
         graph: fx.Graph | None = None,
-        beside: Mapping[str, object] | None = None,
     ) -> Fingerprint:
         """Return that of the trace of ``function`` that a backend is called in, within ``AttentionSwitch.paged``.
 
-        ``model`` is what the program stands for, no outline of it; ``arguments`` are all of the program's, by name;
-        ``beside`` are plain values that the compiled code depends on, too, such as options.
+        ``model`` is what the program stands for, no outline of it; ``arguments`` are all of the program's, by name.
         """
         try:
-            return cls._of_trace(model, function, arguments, graph, beside)
+            codes = traced_code() | _called_in(graph)
+            read = {**arguments, "model": model}
+            guards = [*guards_now(read, cast(FunctionType, function).__globals__)]
+            traced = {*map(code_digest, codes), *(code_digest(each.__code__) for each in functions_read(guards))}
+            walk = Walk(model, traced, {word for code in codes for word in words_in(code)})
+            refused = _walk(walk, function, read) or _why_not(walk, codes, guards, graph)
+            return cls(_entries_of(walk), refused, walk.traced, frozenset(walk.looked_up), _places(walk))
         except Exception as error:  # any: what is read may be anything, and not every torch has what is asked for
             return cls({}, f"its trace cannot be read: {type(error).__name__}: {error}")
 
-    @classmethod
-    def of_run(
-        cls, model: nn.Module, function: Callable[..., Any], codes: Sequence[tuple[CodeType, str]], **beside: object
-    ) -> Fingerprint:
-        """Return that of a run of ``function`` with a model, on tensors without values, which executed ``codes``.
-
-        Each has the name of its module beside it. No guards tell what was read: all attributes are looked into, and
-        what cannot be is refused.
-        """
-        read = {"model": model}
-        try:
-            looked_into = [code for code, module in codes if not _is_below(code, module)]
-            traced = frozenset(map(code_digest, looked_into))
-            walk, refused = _walked(model, function, read, beside, traced, EVERYTHING)
-            refused = refused or _why_not_run(walk, looked_into)
-            return cls(_entries_of(walk), refused, traced, frozenset(walk.looked_up), _places(walk))
-        except Exception as error:  # any: as above
-            return cls({}, f"its run cannot be read: {type(error).__name__}: {error}")
-
-    @classmethod
-    def _of_trace(
-        cls,
-        model: nn.Module,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        graph: fx.Graph | None,
-        beside: Mapping[str, object] | None,
-    ) -> Fingerprint:
-        codes = traced_code() | _called_in(graph)
-        read = {**arguments, "model": model}
-        guards = [*guards_now(read, cast(FunctionType, function).__globals__)]
-        looked_into = {code_digest(each.__code__) for each in functions_read(guards)}
-        traced = frozenset(map(code_digest, codes)) | looked_into
-        words = frozenset(word for code in codes for word in words_in(code))
-        walk, refused = _walked(model, function, read, beside or {}, traced, words)
-        refused = refused or _why_not(walk, codes, guards, graph)
-        return cls(_entries_of(walk), refused, traced, frozenset(walk.looked_up), _places(walk))
-
-    def now(
-        self,
-        model: nn.Module,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        beside: Mapping[str, object] | None = None,
-    ) -> Fingerprint:
+    def now(self, model: nn.Module, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Fingerprint:
         """Return what the same hashes are of these objects, within ``AttentionSwitch.paged``; arguments as above."""
-        read = {**arguments, "model": model}
         try:
-            walk, refused = _walked(model, function, read, beside or {}, self.traced, self.looked_up)
-            return Fingerprint(_entries_of(walk), refused, self.traced, self.looked_up, _places(walk))
+            walk = Walk(model, self.traced, self.looked_up)
+            refused = _walk(walk, function, {**arguments, "model": model})
+            return Fingerprint(_entries_of(walk), refused, places=_places(walk))
         except Exception as error:  # any: as above
             return Fingerprint({}, f"it cannot be compared: {type(error).__name__}: {error}")
-
-    def differences(
-        self,
-        model: nn.Module,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        beside: Mapping[str, object] | None = None,
-    ) -> list[str]:
-        """Return in words how these objects, this process and its settings differ from what was traced."""
-        return self.compared(self.now(model, function, arguments, beside))
 
     def compared(self, now: Fingerprint) -> list[str]:
         """Return in words how what there is now differs; nothing if the program may be taken."""
@@ -153,62 +92,51 @@ class Fingerprint:
             return [refused]
         return compare(self.entries, now.entries)
 
+    def process_differences(self) -> list[str]:
+        """Return in words how this process and its settings differ."""
+        now = process_state()
+        return compare({name: entry for name, entry in self.entries.items() if name in now}, now)
+
     def for_any_threads(self) -> Fingerprint:
         """Return that of something which is the same whatever the number of torch's threads is."""
         return replace(self, entries={name: entry for name, entry in self.entries.items() if name != THREADS})
 
     def encoded(self) -> dict[str, Any]:
         """Return it as values of JSON."""
-        return {
-            "entries": dict(self.entries),
-            "refused": self.refused,
-            "traced": sorted(self.traced),
-            "looked_up": sorted(self.looked_up),
-        }
+        lists = {"traced": sorted(self.traced), "looked_up": sorted(self.looked_up)}
+        return {"entries": dict(self.entries), "refused": self.refused, **lists}
 
     @classmethod
-    def decoded(cls, said: Any) -> Fingerprint:
+    def decoded(cls, encoded: Any) -> Fingerprint:
         """Read what ``encoded`` returns; ValueError if it is something else."""
         try:
-            entries, refused = said["entries"], said["refused"]
-            words = [*entries, *entries.values(), *said["traced"], *said["looked_up"]]
+            entries, refused = encoded["entries"], encoded["refused"]
+            words = [*entries, *entries.values(), *encoded["traced"], *encoded["looked_up"]]
             if not all(isinstance(word, str) for word in words) or not isinstance(refused, (str, type(None))):
                 raise ValueError("a fingerprint consists of texts")
-            return cls(entries, refused, frozenset(said["traced"]), frozenset(said["looked_up"]))
+            return cls(entries, refused, frozenset(encoded["traced"]), frozenset(encoded["looked_up"]))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no fingerprint: {type(error).__name__}: {error}") from None
 
 
 def compare(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Return in words how entries differ; the process's are compared by this, too, whenever a step is made."""
-    names = [*there, *(name for name in here if name not in there and name != THREADS)]
-    return [_in_words(name, there, here) for name in names if there.get(name) != here.get(name)]
+    """Return in words how entries differ."""
+    new = [f"{name} is new" for name in here if name not in there and name != THREADS]
+    gone = [f"{name} is gone" for name in there if name not in here]
+    return [f"{name} differs" for name in there if name in here and there[name] != here[name]] + gone + new
 
 
-def _in_words(name: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
-    if name not in there:
-        return f"{name} is new"
-    return f"{name} differs" if name in here else f"{name} is gone"
-
-
-def _walked(
-    model: nn.Module,
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    beside: Mapping[str, object],
-    traced: frozenset[str],
-    words: Container[str],
-) -> tuple[Walk, str | None]:
-    walk = Walk(model, traced, words)
+def _walk(walk: Walk, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str | None:
+    """Walk over all that a program with these arguments may read; return what cannot be hashed, None if all can."""
+    if hooks_on_all_modules():
+        return "there are hooks on all modules of the process"
     roots = {name: value for name, value in arguments.items() if name not in PER_CALL}
     kinds = {f"kinds of {name}": [*_kinds_in(arguments[name])] for name in PER_CALL if name in arguments}
-    if hooks_on_all_modules():
-        return walk, "there are hooks on all modules of the process"
     try:
-        walk.over({"program": function, **roots, **kinds, **beside})
+        walk.over({"program": function, **roots, **kinds})
     except UnhashableError as error:
-        return walk, str(error)
-    return walk, None
+        return str(error)
+    return None
 
 
 def _kinds_in(value: Any) -> Iterator[type]:
@@ -242,30 +170,6 @@ def _why_not(walk: Walk, codes: frozenset[CodeType], guards: list[Guarded], grap
     for node in () if graph is None else graph.nodes:
         if node.op == "call_function" and (call := _unknown_call(node.target)) is not None:
             return f"it calls {call}, whose code is not looked into"
-    return None
-
-
-def _is_below(code: CodeType, module: str) -> bool:
-    """Whether code is of what functions of torch's, of Python's and of ours do, and not of layers."""
-    if module in _SAYING_NOTHING:
-        return True
-    if code.co_filename.startswith("<"):  # Python writes some, as for a dataclass
-        origin = module.partition(".")[0]
-        return origin in _BELOW or origin in sys.stdlib_module_names or origin.startswith("namedtuple_")
-    return _is_of_library(code) and not code.co_filename.startswith(_OF_LAYERS)
-
-
-def _why_not_run(walk: Walk, codes: Sequence[CodeType]) -> str | None:
-    """Return why what a run has found cannot be kept; None if it can."""
-    for code in codes:
-        if read := _OF_PROCESS.intersection(code.co_names):
-            return f"{code.co_name} ({code.co_filename}) reads {min(read)}"
-        if code_digest(code) not in walk.reached and not _is_of_library(code):
-            return f"the function {code.co_name} ({code.co_filename}) is nowhere that is looked into"
-    if hidden := _unseen([*walk.hidden, *walk.cached], walk):
-        return hidden
-    if walk.unread:
-        return f"{walk.unread[0]} is not looked into"
     return None
 
 

@@ -6,7 +6,8 @@ import builtins
 import enum
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, FunctionType, ModuleType
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 from compiled_llm.compat.torch.dynamo import before_tracing, is_taken_as_constant, marks_of
@@ -15,11 +16,11 @@ from compiled_llm.compilation.kept.fingerprint.code import (
     codes_in,
     digest,
     imports,
-    names_in,
     names_read_in,
 )
 from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_dunder, is_plain, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Visit
+from compiled_llm.model.version.functions import content_of, names_in
 
 _OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_state`` has
 
@@ -33,93 +34,53 @@ def describe_function(visit: Visit, function: FunctionType, where: str) -> str:
     path, code = path_of(function), code_digest(function.__code__)
     if is_taken_as_constant(function) and path.partition(".")[0] not in _OURS:
         raise UnhashableError(f"the result of {path} was taken as it was (torch.compiler.assume_constant_result)")
-    if code not in visit.traced:
-        # A library's decorator calls what it holds.
-        held = (visit.said(inner, where) for inner in _traced_within(visit, function))
-        return " ".join((f"function {path} {outlined(function)}", *held))
-    visit.reached |= codes_in(function.__code__)
-    return visit.later(function, f"function {path}", lambda name: _parts(visit, function, name))
-
-
-def outlined(function: FunctionType) -> str:
-    """Return an entry for a function whose callees are not hashed: its code, and what defaults and closures hold."""
-    # Functions of one decorator have the same code, and what it decorates in their closure.
-    return " ".join(_outline(function, set()))
-
-
-def _outline(value: Any, seen: set[int]) -> Iterator[str]:
-    if not isinstance(value, FunctionType):
-        yield f"{type(value).__name__} {value!r}" if is_plain(value) else _path(value)
-        return
-    yield code_digest(value.__code__)
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    for held in _held(value):
-        yield from _outline(held, seen)
+    if code in visit.traced:
+        visit.reached |= codes_in(function.__code__)
+        return visit.later(function, f"function {path}", partial(_parts, visit, function))
+    if id(function) not in visit.outlines:
+        visit.outlines[id(function)] = path  # one may hold itself
+        # Functions of one decorator have the same code, and what it decorates in their closure.
+        values = (*_given(function), *_closure(visit, function))
+        held = ", ".join(_describe_held(visit, value, where) for value in values)
+        visit.outlines[id(function)] = f"function {path} {code} ({held})"
+    visit.see(function)
+    return visit.outlines[id(function)]
 
 
 def reads_more(function: FunctionType) -> bool:
-    """Whether what a function does may depend on more than plain arguments and what ``outlined`` says."""
+    """Whether what a function does may depend on more than plain arguments and what it holds."""
     names = {name for name in names_in(function.__code__) if not is_dunder(name)}
     read = names - _OF_PYTHON or names & function.__globals__.keys()
-    return bool(read) or imports(function.__code__) or not all(map(is_plain, _held(function)))
+    held = (*_given(function), *map(content_of, function.__closure__ or ()))
+    return bool(read) or imports(function.__code__) or not all(map(is_plain, held))
 
 
-def _traced_within(visit: Visit, function: FunctionType) -> Iterator[FunctionType]:
-    """Yield the traced functions that one which was not traced holds, itself or by others like it."""
-    seen, inside = {id(function)}, [function]
-    while inside:
-        holder = inside.pop()
-        for cell in _cells(holder):
-            visit.watch(cell, "cell_contents")
-        for held in map(before_tracing, _held(holder)):
-            if not isinstance(held, FunctionType) or id(held) in seen:
-                continue
-            seen.add(id(held))
-            if code_digest(held.__code__) in visit.traced:
-                yield held
-            else:
-                inside.append(held)
-
-
-def _held(function: FunctionType) -> list[Any]:
-    """Return what a function's defaults and closure hold."""
-    given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return [*given, *map(_content, _cells(function))]
-
-
-def _cells(function: FunctionType) -> tuple[CellType, ...]:
-    return function.__closure__ or ()
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ...
-
-
-def _path(value: Any) -> str:
+def _describe_held(visit: Visit, value: Any, where: str) -> str:
+    """Describe what a function holds that was not traced: the objects of its decorators are nobody's input."""
+    if is_plain(value) or isinstance(value, FunctionType):
+        return visit.describe(value, where)
     return path_of(value if hasattr(value, "__qualname__") else type(value))
 
 
+def _given(function: FunctionType) -> tuple[Any, ...]:
+    return (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _closure(visit: Visit, function: FunctionType) -> list[Any]:
+    """Return what a function's closure holds, where a change is noticed from now on."""
+    cells = function.__closure__ or ()
+    for cell in cells:
+        visit.watch(cell, ["cell_contents"])
+    return [*map(content_of, cells)]
+
+
 def _parts(visit: Visit, function: FunctionType, name: str) -> str:
-    visit.watch(function, "__code__", "__defaults__", "__kwdefaults__")
+    visit.watch(function, ("__code__", "__defaults__", "__kwdefaults__"))
     visit.watch_entries(vars(function))
     visit.named |= names_in(function.__code__)
-    held = [_cell(visit, cell, name) for cell in _cells(function)]
-    given = visit.all(name, function.__defaults__, function.__kwdefaults__, vars(function), marks_of(function))
-    return "; ".join((code_digest(function.__code__), given, *held, *_globals(visit, function, name)))
-
-
-def _cell(visit: Visit, cell: CellType, where: str) -> str:
-    visit.watch(cell, "cell_contents")
-    try:
-        value = cell.cell_contents
-    except ValueError:
-        return "empty"
-    return visit.said(value, f"the closure of {where}")
+    parts = [function.__defaults__, function.__kwdefaults__, vars(function), marks_of(function)]
+    held = visit.describe_all(name, [*parts, *_closure(visit, function)])
+    return "; ".join((code_digest(function.__code__), held, *_globals(visit, function, name)))
 
 
 # ---- globals
@@ -131,14 +92,13 @@ def _globals(visit: Visit, function: FunctionType, name: str) -> Iterator[str]:
     hidden = sorted(names & vars(builtins).keys())
     if module is None or vars(module) is not found:  # generated code has a dictionary of its own
         visit.open(found)
-        visit.watch(found, *names)
-        yield from (f"{each}: {visit.said(found[each], name)}" for each in sorted(names & found.keys()))
+        visit.watch(found, names)
+        yield from (f"{each}: {visit.describe(found[each], name)}" for each in sorted(names & found.keys()))
     else:
-        visit.watch(module, *hidden)  # a global of that name would hide it
+        visit.watch(module, hidden)  # a global of that name would hide it
         _attributes(visit, module, names)
-    for each in hidden:
-        visit.watch(builtins, each)
-        yield f"{each}: {visit.said(vars(builtins)[each], name)}"
+    visit.watch(builtins, hidden)
+    yield from (f"{each}: {visit.describe(vars(builtins)[each], name)}" for each in hidden)
     if imports(function.__code__):
         for each in sorted(_imported(names, found)):
             _attributes(visit, sys.modules[each], names)
@@ -152,9 +112,9 @@ def _attributes(visit: Visit, module: ModuleType, names: frozenset[str]) -> None
     for name in sorted(names & vars(module).keys()):
         value, where = vars(module)[name], f"{module.__name__}.{name}"
         if visit.first(module, name):
-            visit.watch(module, name)
+            visit.watch(module, [name])
             if where not in BOOKKEEPING:
-                visit.entries[where] = digest(visit.said(value, where))
+                visit.entries[where] = digest(visit.describe(value, where))
         if isinstance(value, ModuleType):
             _attributes(visit, value, names)
 

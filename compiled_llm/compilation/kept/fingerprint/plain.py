@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container
 from typing import Any
 
 import torch
 
-UNSAID = frozenset(
+UNNAMED = frozenset(
     {
         *("name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "generation_config", "compiled"),
         *("hf_device_map", "_is_hf_initialized"),
@@ -18,15 +17,6 @@ UNSAID = frozenset(
 
 BOOKKEEPING = frozenset({"transformers.utils.generic._registered_model_output_types"})
 """Globals in which libraries note what they have seen so far; no value of a trace follows from them."""
-
-
-class _Everything:
-    def __contains__(self, word: object) -> bool:
-        return True
-
-
-EVERYTHING: Container[str] = _Everything()
-"""In place of the words by which attributes may be read: any."""
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range})
 OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -59,6 +49,6 @@ def is_dunder(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def is_said(name: str) -> bool:
+def is_named(name: str) -> bool:
     """Whether an attribute of that name tells something of its owner."""
-    return name not in UNSAID and name not in KEPT_BY_PYTHON and not name.startswith("___")  # Dynamo's notes
+    return name not in UNNAMED and name not in KEPT_BY_PYTHON and not name.startswith("___")  # Dynamo's notes

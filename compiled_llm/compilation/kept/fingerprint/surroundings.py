@@ -7,7 +7,6 @@ import platform
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from compiled_llm.compat.huggingface import implementations_of_this_thread
 from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.compat.torch.kept.process_state import StateCheck, settings, state
 from compiled_llm.compilation.kept.fingerprint.code import digest
-from compiled_llm.compilation.kept.fingerprint.functions import outlined
+from compiled_llm.compilation.kept.fingerprint.plain import path_of
 
 _OWN = Path(__file__).parents[3]
 _FOLDERS = (
@@ -37,9 +36,9 @@ def process_state() -> dict[str, str]:
     entries = {f"the process's {name}": digest(repr(value)) for name, value in state().items()}
     entries["attention and experts of layers"] = digest(repr(implementations_of_this_thread()))
     for name, values, others in settings():
-        said = {setting: _said(value) for setting, value in sorted(values.items())}
-        entries.update({f"setting {name}.{setting}": digest(said[setting]) for setting in sorted(others)})
-        entries[f"settings of {name}"] = digest(repr({**said, **dict.fromkeys(others)}))
+        words = {setting: _in_words(value) for setting, value in sorted(values.items())}
+        entries.update({f"setting {name}.{setting}": digest(words[setting]) for setting in sorted(others)})
+        entries[f"settings of {name}"] = digest(repr({**words, **dict.fromkeys(others)}))
     return entries
 
 
@@ -48,7 +47,8 @@ class ProcessWatch:
 
     def __init__(self, threads: bool = True) -> None:
         """Without ``threads``, their number is left out."""
-        self._state, self._read = StateCheck(threads), implementations_of_this_thread()
+        self._state = StateCheck(threads)
+        self._read = implementations_of_this_thread()
 
     def holds(self) -> bool:
         """Whether it is as it was; within ``AttentionSwitch.paged``, as when it was made."""
@@ -58,7 +58,7 @@ class ProcessWatch:
 @functools.cache
 def versions() -> Mapping[str, str]:
     """Return entries that are the same as long as this process runs."""
-    said = {
+    read = {
         "version of Python": platform.python_version(),
         "version of torch": f"{torch.__version__} {torch.version.git_version}",
         "kind of processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
@@ -66,7 +66,7 @@ def versions() -> Mapping[str, str]:
         "version of compiled-llm": OWN_VERSION,
         "compiled_llm's files": "".join(_own_files()),
     }
-    return {name: digest(value) for name, value in said.items()}
+    return {name: digest(value) for name, value in read.items()}
 
 
 def _own_files() -> Iterator[str]:
@@ -76,17 +76,15 @@ def _own_files() -> Iterator[str]:
                 yield f"{path.relative_to(folder)} {digest(path.read_text('utf-8', 'surrogateescape'))}"
 
 
-def _said(value: Any) -> str:
-    """Describe a setting: a function by its code, a container by its entries, any other value by its words."""
+def _in_words(value: Any) -> str:
+    """Describe a setting: a container by its entries, a class by its name, any other value by its words."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_said(key)}: {_said(entry)}' for key, entry in value.items())}}}"
+        return f"{{{', '.join(f'{_in_words(key)}: {_in_words(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(_said, value)))}}}"
+        return f"{{{', '.join(sorted(map(_in_words, value)))}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_said, value))}]"
-    if isinstance(value, FunctionType):
-        return f"{value.__module__}.{value.__qualname__} {outlined(value)}"
+        return f"[{', '.join(map(_in_words, value))}]"
     if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    said = repr(value)
-    return f"{said} {uuid.uuid4()}" if " at 0x" in said else said  # an address says nothing of what is there
+        return path_of(value)
+    words = repr(value)
+    return f"{words} {uuid.uuid4()}" if " at 0x" in words else words  # an address tells nothing of what is there

@@ -8,12 +8,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Collection, Container, Mapping
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping
 from logging import Logger
 from types import (
     BuiltinFunctionType,
@@ -33,20 +31,18 @@ from transformers import PretrainedConfig
 
 from compiled_llm.compilation.kept.fingerprint.classes import describe_class
 from compiled_llm.compilation.kept.fingerprint.code import digest
-from compiled_llm.compilation.kept.fingerprint.containers import LISTS, around, describe_dict, describe_list
+from compiled_llm.compilation.kept.fingerprint.containers import around, describe_container
 from compiled_llm.compilation.kept.fingerprint.functions import describe_function
 from compiled_llm.compilation.kept.fingerprint.modules import describe_config, describe_module, describe_tensor
 from compiled_llm.compilation.kept.fingerprint.objects import (
     describe_called,
     describe_enum,
-    describe_field,
     describe_object,
-    describe_pattern,
-    describe_variable,
 )
 from compiled_llm.compilation.kept.fingerprint.plain import OF_TORCH, is_dunder, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import Describers, Visit
 from compiled_llm.model.version.code import CALLED, places_of
+from compiled_llm.model.version.contents import LISTS
 
 _CALLED_BY_NAME = (
     *(BuiltinFunctionType, BuiltinMethodType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType),
@@ -67,13 +63,9 @@ _DESCRIBERS: Describers = [
     (property, around("fget", "fset")),
     (functools.cached_property, around("func")),
     (slice, around("start", "stop", "step")),
-    (dataclasses.Field, describe_field),
-    (dict, describe_dict),
-    (MappingProxyType, describe_dict),
-    (LISTS, describe_list),
+    ((dict, MappingProxyType, *LISTS), describe_container),
     (PretrainedConfig, describe_config),
-    (ContextVar, describe_variable),
-    (re.Pattern, describe_pattern),
+    (re.Pattern, around("pattern", "flags")),
     (Logger, lambda visit, value, where: f"a {path_of(type(value))}"),  # nobody looks into one
     (object, describe_object),
 ]
@@ -83,7 +75,7 @@ _LOOKUPS = CALLED | {"__getattr__", "__getattribute__"}
 class Walk(Visit):
     """A walk from a model on."""
 
-    def __init__(self, model: nn.Module, traced: Collection[str], words: Container[str]) -> None:
+    def __init__(self, model: nn.Module, traced: Collection[str], words: Collection[str]) -> None:
         """Look into functions whose code is ``traced``, by hash, and into objects that these ``words`` name."""
         self._classes = list(dict.fromkeys(map(type, model.modules())))
         super().__init__(_DESCRIBERS, traced, words, set(map(str, self._classes)))
@@ -93,7 +85,7 @@ class Walk(Visit):
     def over(self, roots: Mapping[str, object]) -> None:
         """Walk from ``roots`` on; UnhashableError if something cannot be hashed."""
         for name, value in {**roots, "methods of tensors": nn.Parameter}.items():
-            self.entries[name] = digest(self.said(value, name))
+            self.entries[name] = digest(self.describe(value, name))
         self.finish()
         self._watch_lookups()
 
@@ -105,4 +97,4 @@ class Walk(Visit):
         operators = {name for name in of_tensors if is_dunder(name)}
         self.places += places_of([nn.Parameter], sorted(self.named & of_tensors | operators))
         for kind, attributes in self.objects:
-            self.watch(attributes, *sorted(self.named & {*dir(kind)} - attributes.keys()))
+            self.watch(attributes, sorted(self.named & {*dir(kind)} - attributes.keys()))

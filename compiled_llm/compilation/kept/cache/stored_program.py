@@ -1,12 +1,10 @@
-"""One program in a folder of its own, with a manifest of its files."""
+"""One program in a folder: of its own, with a manifest of its files, or of artifacts, which was checked."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,36 +12,40 @@ from typing import Any
 
 from compiled_llm.compilation.artifacts.checked_folder import checked, content_of, manifest_of
 from compiled_llm.compilation.artifacts.manifest import NAME, Manifest, ManifestEntry
-from compiled_llm.compilation.kept.cache.room import UNFINISHED, remove
+from compiled_llm.compilation.artifacts.writing import unfinished
+from compiled_llm.compilation.kept.cache.room import remove
 from compiled_llm.compilation.kept.call import RegionCalls
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 
 _PROGRAM = "program.json"
 
 
-def said_in_names(name: str) -> str:
+def folder_name_of(name: str) -> str:
     """Return the name of a program as folders have it; a hash comes after it."""
     return re.sub(r"\W+", "-", name)
 
 
-class CacheEntry:
-    """A program that was read; its code is read, and compared, when it is loaded."""
+class StoredProgram:
+    """A program that was read; its code is read when it is loaded, and compared before if it has a manifest."""
 
-    def __init__(self, folder: Path, program: KeptProgram, manifest: Manifest) -> None:
+    def __init__(self, program: KeptProgram, folder: Path, manifest: Manifest | None = None) -> None:
+        """``folder`` has the caches of Inductor and Triton."""
         self.program = program
         self.folder = folder
         self._manifest = manifest
 
     @classmethod
-    def read(cls, folder: Path, made_for: Mapping[str, Any]) -> CacheEntry:
+    def read(cls, folder: Path, made_for: Mapping[str, Any]) -> StoredProgram:
         """Read a folder that ``write`` has made; ValueError if it is damaged, unsafe or of something else."""
         manifest = manifest_of(folder)
         if manifest.made_for != made_for:
             raise ValueError("it was made for something else")
-        return cls(folder, KeptProgram.decoded(content_of(folder, manifest, _PROGRAM)), manifest)
+        return cls(KeptProgram.decoded(content_of(folder, manifest, _PROGRAM)), folder, manifest)
 
     def load(self) -> RegionCalls:
-        """Return its calls, and let it count as just used; it is removed if that raises, by errors of any type."""
+        """Return its calls; errors of any type if that is impossible, after which nothing is left of its own folder."""
+        if self._manifest is None:
+            return RegionCalls(self.program, self.folder)
         try:
             for _ in checked(self.folder, self._manifest):
                 pass
@@ -52,37 +54,36 @@ class CacheEntry:
             remove(self.folder)
             raise
         with suppress(OSError):  # a folder of root's, in an image of a container
-            os.utime(self.folder)
+            os.utime(self.folder)  # it counts as just used
         return calls
 
 
 def write(
     into: Path, program: KeptProgram, files: Mapping[str, Path], made_for: Mapping[str, Any], staging: Path
-) -> Path | None:
-    """Write a program, with its files by where they lie there, into a folder of its own in ``into``, and return that.
+) -> bool:
+    """Write a program, with its files by where they lie there, into a folder of its own in ``into``.
 
-    It is written in ``staging``, on the same file system. None if it is there already; OSError if it cannot be written.
+    It is written in ``staging``, on the same file system. False if it is there already; OSError if it cannot be
+    written.
     """
     contents = {_PROGRAM: program.encoded()}
-    target = into / f"{said_in_names(program.name)}-{hashlib.sha256(contents[_PROGRAM]).hexdigest()[:16]}"
+    target = into / f"{folder_name_of(program.name)}-{hashlib.sha256(contents[_PROGRAM]).hexdigest()[:16]}"
     if target.exists():
-        return None
+        return False
     contents |= {place: file.read_bytes() for place, file in files.items()}
     manifest = Manifest(made_for, 0, {name: ManifestEntry.of(content) for name, content in contents.items()})
-    folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=staging))
+    into.mkdir(mode=0o700, exist_ok=True)
     try:
-        for name, content in {**contents, NAME: manifest.encoded()}.items():
-            for part in reversed(Path(name).parents):
-                (folder / part).mkdir(mode=0o700, exist_ok=True)
-            _write_file(folder / name, content)
-        into.mkdir(mode=0o700, exist_ok=True)
-        os.rename(folder, target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        with unfinished(target, staging) as folder:
+            for name, content in {**contents, NAME: manifest.encoded()}.items():
+                for part in reversed(Path(name).parents):
+                    (folder / part).mkdir(mode=0o700, exist_ok=True)
+                _write_file(folder / name, content)
+    except OSError:
         if target.exists():  # another process was first
-            return None
+            return False
         raise
-    return target
+    return True
 
 
 def _write_file(path: Path, content: bytes) -> None:
