@@ -14,7 +14,7 @@ from compiled_llm.kinds.rows import AttentionPlans, JointAttention
 from compiled_llm_ops.protocol import DecodeOps
 
 
-class BroughtInputs(Protocol):
+class ExtraTensors(Protocol):
     """Inputs that rows of a prefill have besides ids, such as embeddings; they name the program that reads them."""
 
     @property
@@ -27,7 +27,7 @@ class BroughtInputs(Protocol):
         """Its tensors, each with the dimension whose size changes from call to call."""
         ...
 
-    def over(self, tensors: Sequence[Tensor]) -> BroughtInputs:
+    def over(self, tensors: Sequence[Tensor]) -> ExtraTensors:
         """Return the same with other tensors, in the order of ``sizes``."""
         ...
 
@@ -83,7 +83,7 @@ class PrefillInputs(NamedTuple):
     read: Tensor | None = None  # ``[B]`` int32, the entry of each row's states; None if rows have none
     write: Tensor | None = None  # ``[B]`` int32, the entry of those that it has afterwards; None likewise
     wants: tuple[str, ...] = ()  # outputs of the model that the step gives besides logits, by HuggingFace's names
-    brought: BroughtInputs | None = None  # of rows that have more than ids, which another program reads
+    extra: ExtraTensors | None = None  # of rows that have more than ids, which another program reads
 
 
 class UnpagedInputs(NamedTuple):

@@ -472,8 +472,8 @@ def _mark_symbolic(arguments: Arguments) -> None:
     for name, tensor in arguments.inputs._asdict().items():
         if isinstance(tensor, Tensor):
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
-    brought = arguments.inputs.brought if isinstance(arguments.inputs, PrefillInputs) else None
-    for tensor, dimension in () if brought is None else brought.sizes:
+    extra = arguments.inputs.extra if isinstance(arguments.inputs, PrefillInputs) else None
+    for tensor, dimension in () if extra is None else extra.sizes:
         torch._dynamo.mark_dynamic(tensor, dimension)
     for memory in arguments.pages if isinstance(arguments.inputs, UnpagedInputs) else ():
         torch._dynamo.mark_dynamic(memory, 1)

@@ -21,12 +21,12 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
 
 
-class Brought(Protocol):
-    """What a row brings for its new tokens besides their ids, which a program of its own reads."""
+class ExtraInputs(Protocol):
+    """Inputs of a row's new tokens besides their ids, which a program of its own reads."""
 
     @property
     def program(self) -> Program:
-        """It runs launches with such rows, of which others may bring nothing."""
+        """It runs launches with such rows, beside which others may have no extra inputs."""
         ...
 
     @property
@@ -34,16 +34,16 @@ class Brought(Protocol):
         """Whether CUDA graphs are captured of such launches."""
         ...
 
-    def of(self, start: int, stop: int) -> Brought:
-        """Return that of new tokens ``start`` to ``stop``."""
+    def slice(self, start: int, stop: int) -> ExtraInputs:
+        """Return those of new tokens ``start`` to ``stop``."""
         ...
 
-    def of_none(self) -> Brought:
-        """Return that of no tokens, which keeps no memory of this one."""
+    def empty(self) -> ExtraInputs:
+        """Return those of no tokens, which keep no memory of these."""
         ...
 
-    def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> Any:
-        """Return what ``PrefillInputs.brought`` is in a launch of packed rows, of which some bring the like."""
+    def pack(self, chunk: Sequence[Extension], staging: Staging) -> Any:
+        """Return ``PrefillInputs.extra`` of a launch of packed rows, some of which have such inputs."""
         ...
 
 
@@ -57,7 +57,7 @@ class Extension(NamedTuple):
     place: int = -1  # while they are packed, the row's in ``Slots.places``, if taps ask; -1 is padding's
     # while they are packed, the entries that hold the row's state before them and after
     states: tuple[int, int] = NO_ENTRY, NO_ENTRY
-    brought: Brought | None = None
+    extra: ExtraInputs | None = None
 
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:

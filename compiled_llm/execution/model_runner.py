@@ -397,7 +397,7 @@ class ModelRunner:
         wait_for_device(self.device)
         self.graph_manager.release()
         self.steps.sampling_graphs.release()
-        self.prefill.brought_room.release()
+        self.prefill.extra_memory.release()
         self.state.release()
         self._planner.release()
         self.parts.clear()
@@ -435,7 +435,7 @@ class ModelRunner:
 
     @property
     def _buffer_bytes(self) -> int:
-        parts = self.decode_buffers, self.steps.sampling_graphs, self.prefill.brought_room
+        parts = self.decode_buffers, self.steps.sampling_graphs, self.prefill.extra_memory
         return self.state.buffer_bytes + sum(part.nbytes for part in parts)
 
     def memory(self) -> dict[str, int]:

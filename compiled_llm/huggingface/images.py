@@ -123,7 +123,7 @@ class ShownColumns(NamedTuple):
         positions: NDArray[np.int64] = self.axes[-1]
         return positions
 
-    def of(self, row: int, columns: NDArray[np.int64]) -> ShownTokens | None:
+    def of_row(self, row: int, columns: NDArray[np.int64]) -> ShownTokens | None:
         """Return what a row shows in some columns; None if that is text alone."""
         numbers = self.numbers[row, columns]
         places = np.flatnonzero(numbers >= 0)

@@ -20,7 +20,7 @@ steps = st.builds(
     st.sampled_from(["decode", "prefill", "sampling"]),
     *[st.integers(0, 5000) for _ in range(3)],
     wants=st.just(()),
-    brought=st.just(""),
+    program=st.just(""),
 )
 uses = st.dictionaries(steps, st.integers(1, 10**9))
 profiles = st.builds(Profile, st.just(MADE_FOR), uses, st.integers(0, 100))

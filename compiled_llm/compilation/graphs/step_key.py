@@ -28,7 +28,7 @@ class StepKey(NamedTuple):
     # if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0
     schedule: int = 0
     wants: tuple[str, ...] = ()  # outputs of the model that it gives besides logits, by HuggingFace's names
-    brought: str = ""  # of a prefill whose rows bring more than ids, the name of the program that reads it
+    program: str = ""  # of a prefill whose rows have extra inputs, the name of the program that reads them
 
     @classmethod
     def decode(cls, rows: int, new_tokens: int = 1, shares: bool = False) -> StepKey:
@@ -73,7 +73,7 @@ class StepKey(NamedTuple):
         return any(want.startswith(ACCEPTED) for want in self.wants)
 
     def __str__(self) -> str:
-        wants = "".join(f", {want}" for want in (*self.wants, *filter(None, [self.brought])))
+        wants = "".join(f", {want}" for want in (*self.wants, *filter(None, [self.program])))
         return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, schedule={self.schedule}{wants}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import Brought
+from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.embedded import EmbeddedTokens
@@ -24,7 +24,7 @@ def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
             continue
         if key.accepts:
             uses[StepKey.decode(key.rows)] += count
-        elif not (key.wants or key.brought) and (key.phase != "decode" or key.new_tokens_per_row == 1):
+        elif not (key.wants or key.program) and (key.phase != "decode" or key.new_tokens_per_row == 1):
             uses[key] += count
     return dict(uses)
 
@@ -50,7 +50,7 @@ def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callabl
 
 
 def _prepare_steps(
-    model_runner: ModelRunner, steps: Sequence[StepKey], bringing: Sequence[Brought], report: Callable[[str], None]
+    model_runner: ModelRunner, steps: Sequence[StepKey], extras: Sequence[ExtraInputs], report: Callable[[str], None]
 ) -> None:
     """Prepare steps; the most used ones are given first."""
     nbytes, most = model_runner.state.step_table.budget
@@ -58,10 +58,10 @@ def _prepare_steps(
     if nbytes is None:
         decodes = sorted(step for step in steps if step.phase == "decode")
         shapes = sorted(step for step in steps if step.phase == "prefill")
-        prepare(model_runner, decodes, [shapes], bringing, report, anchors=False)
+        prepare(model_runner, decodes, [shapes], extras, report, anchors=False)
         return
     # The most used ones last: the first captured is the first to make room.
-    prepare(model_runner, [], [], bringing, report, anchors=False)
+    prepare(model_runner, [], [], extras, report, anchors=False)
     for number, step in enumerate(reversed(steps), start=1):
         report(f"preparing what requests use ({number} of {len(steps)})")
         if step.phase == "decode":

@@ -175,5 +175,5 @@ def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extens
     row = Span(extension.row.pages[: -(-length // page_size)], length)
     ends = extension.is_last and stop == len(extension.ids)
     ids = extension.ids[start:stop]
-    brought = None if extension.brought is None else extension.brought.of(start, stop)
-    return Extension(row, ids, extension.positions[start:stop], ends, extension.place, brought=brought)
+    extra = None if extension.extra is None else extension.extra.slice(start, stop)
+    return Extension(row, ids, extension.positions[start:stop], ends, extension.place, extra=extra)

@@ -19,11 +19,11 @@ from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey, pools
-from compiled_llm.compilation.inputs import BroughtInputs, PrefillInputs
+from compiled_llm.compilation.inputs import ExtraTensors, PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, with_outputs
-from compiled_llm.execution.batch import Brought, Extension, Tap, TokenSpan, outputs_of
+from compiled_llm.execution.batch import Extension, ExtraInputs, Tap, TokenSpan, outputs_of
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill.brought_room import BroughtRoom
+from compiled_llm.execution.prefill.extra_memory import ExtraMemory
 from compiled_llm.execution.prefill.packing import (
     Packed,
     as_bytes,
@@ -57,7 +57,7 @@ class Prefill:
     """The prefills of one model.
 
     Attributes:
-        brought_room: where CUDA graphs read what rows bring.
+        extra_memory: where CUDA graphs read extra inputs.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Prefill:
         self._shapes = shapes
         self._page_size = state.config.page_size
         self._taps = state.taps
-        self.brought_room = BroughtRoom()
-        self._bringing: dict[str, Brought] = {}  # that of no tokens, by the program that it was compiled with
+        self.extra_memory = ExtraMemory()
+        self._bringing: dict[str, ExtraInputs] = {}  # that of no tokens, by the program that it was compiled with
         self._padding = state.slots.padding if state.taps else None
         self._stateful = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
@@ -110,12 +110,12 @@ class Prefill:
         number: TaskNumber | None = None,
         anchors: bool = True,
         wants: tuple[str, ...] = (),
-        brought: Brought | None = None,
+        extra: ExtraInputs | None = None,
     ) -> None:
         """Compile prefill, if it is not compiled yet, for a call of ``waiting`` rows that waits for it."""
-        # ``anchors`` are captured, too; ``wants`` are further outputs; what rows have ``brought`` has its own program.
+        # ``anchors`` are captured, too; ``wants`` are further outputs; what rows have ``extra`` has its own program.
         graph_manager = self._graph_manager
-        program = with_outputs(PREFILL if brought is None else brought.program.name, wants)
+        program = with_outputs(PREFILL if extra is None else extra.program.name, wants)
         checked = self._steps.check_model_if_due()
         if program in graph_manager.prefills or graph_manager.eager:
             return
@@ -126,18 +126,18 @@ class Prefill:
             length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
             null = [null_extension(length, self._page_size)] * COMPILED_ROWS
             slots, keep = state.slots.of([], _KEPT - 1), np.zeros(_KEPT, dtype=np.int64)
-            for schedule in self._schedules_of_programs(brought is not None):
-                self._launch(self._laid_out(null, keep, slots, schedule, wants, brought))
+            for schedule in self._schedules_of_programs(extra is not None):
+                self._launch(self._laid_out(null, keep, slots, schedule, wants, extra))
         graph_manager.prefills.add(program)
         if wants:
             return
-        if brought is not None:
-            self._bringing[program] = brought.of_none()
-        if anchors and (brought is None or brought.captured):
-            self.capture_anchors("" if brought is None else program)
+        if extra is not None:
+            self._bringing[program] = extra.empty()
+        if anchors and (extra is None or extra.captured):
+            self.capture_anchors("" if extra is None else program)
 
     @property
-    def bringing(self) -> tuple[Brought, ...]:
+    def extras(self) -> tuple[ExtraInputs, ...]:
         """The inputs beside ids of each compiled program that reads any, for a prefill that has none."""
         prepared = self._graph_manager.prefills
         return tuple(none for program, none in self._bringing.items() if program in prepared)
@@ -147,10 +147,10 @@ class Prefill:
         alone = [schedule for schedule in self._planner.schedules if self._planner.attends_alone(schedule)]
         return [self._planner.schedules[0], *([] if own_inputs else alone)]
 
-    def capture_anchors(self, brought: str = "") -> None:
+    def capture_anchors(self, extra: str = "") -> None:
         """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured."""
-        # Those that read ids are evicted after all others. ``brought`` names a compiled program that reads more.
-        anchors = [shape._replace(brought=brought) for shape in self._anchors]
+        # Those that read ids are evicted after all others. ``extra`` names a compiled program that reads more.
+        anchors = [shape._replace(extra=extra) for shape in self._anchors]
         self.capture_shapes(sorted(anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[StepKey]:
@@ -181,10 +181,10 @@ class Prefill:
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
         """
         wants = outputs_of(taps)
-        brought = _brought_in(extensions)
-        self.make_ready(waiting=len(extensions), wants=wants, brought=brought)
-        if brought is not None:
-            self._graph_manager.events.used[brought.program.name] += 1
+        extra = _brought_in(extensions)
+        self.make_ready(waiting=len(extensions), wants=wants, extra=extra)
+        if extra is not None:
+            self._graph_manager.events.used[extra.program.name] += 1
         slots = self._state.slots.of([], 0)
         if keep is None:
             ending = [extension for extension in extensions if extension.is_last]
@@ -198,7 +198,7 @@ class Prefill:
         if self._stateful:
             extensions = [_with_states(extension) for extension in extensions]
         # What no CUDA graph gives is not cut; and more logits than rows would be there twice while they are joined.
-        may_replay = brought is None and (not wants or pools(wants)) and len(keep) <= len(extensions)
+        may_replay = extra is None and (not wants or pools(wants)) and len(keep) <= len(extensions)
         most = self._state.config.prefill_tokens
         if may_replay:
             queries = [len(extension.ids) for extension in extensions]
@@ -207,7 +207,7 @@ class Prefill:
         for chunk in chunks(extensions, most, self._page_size, self._holds, self._state.spare_states):
             end = start + token_count(chunk)
             first, last = keep.searchsorted((start, end))
-            outputs = self._run_chunk(chunk, keep[first:last] - start, slots[first:last], exact, wants, brought)
+            outputs = self._run_chunk(chunk, keep[first:last] - start, slots[first:last], exact, wants, extra)
             if taps:
                 spans = _spans(extensions, start, end)
                 for tap in taps:
@@ -246,11 +246,11 @@ class Prefill:
         slots: NDArray[np.int64],
         exact: bool,
         wants: tuple[str, ...],
-        brought: Brought | None,
+        extra: ExtraInputs | None,
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
         wanted, sampled = len(keep), len(slots)
-        shape = self._shape_to_replay(chunk, wanted, slots, wants, brought)
+        shape = self._shape_to_replay(chunk, wanted, slots, wants, extra)
         if shape is not None:
             launch = self._steps.ready(shape, exact=exact)
             self._steps.want_padded(shape, launch.key, functools.partial(self._begin_capture, shape))
@@ -264,8 +264,8 @@ class Prefill:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if sampled < 2:
             slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
-        schedule = self._planner.schedules[0] if brought is not None else self._schedule_for(chunk)
-        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, schedule, wants, brought))
+        schedule = self._planner.schedules[0] if extra is not None else self._schedule_for(chunk)
+        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, schedule, wants, extra))
         return StepOutputs(logits[:wanted], tokens[:sampled], emitted)
 
     def _schedule_for(self, chunk: Sequence[Extension]) -> int:
@@ -279,7 +279,7 @@ class Prefill:
         slots: NDArray[np.int64],
         schedule: int,
         wants: tuple[str, ...],
-        brought: Brought | None,
+        extra: ExtraInputs | None,
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own schedule."""
         state = self._state
@@ -292,8 +292,8 @@ class Prefill:
             (own,) = state.staging.to_device([table.indices])
             indices = _of_any_size(own)
         inputs = self._as_inputs(columns, indices, None)._replace(alone=alone, wants=wants)
-        if brought is not None:
-            inputs = inputs._replace(brought=brought.laid_out(chunk, state.staging))
+        if extra is not None:
+            inputs = inputs._replace(extra=extra.pack(chunk, state.staging))
         if not alone:
             self._planner.plan_prefill(table)
         return inputs
@@ -345,8 +345,8 @@ class Prefill:
         if not (self._captures and new):
             return
         self.make_ready(anchors=False)
-        for brought in dict.fromkeys(shape.brought for shape in new):
-            self._capture_new([shape for shape in new if shape.brought == brought], brought or PREFILL, only_with_room)
+        for extra in dict.fromkeys(shape.program for shape in new):
+            self._capture_new([shape for shape in new if shape.program == extra], extra or PREFILL, only_with_room)
 
     def _capture_new(self, shapes: Sequence[StepKey], program: str, only_with_room: bool) -> None:
         """Capture shapes of one compiled program."""
@@ -364,7 +364,7 @@ class Prefill:
         wanted: int,
         slots: NDArray[np.int64],
         wants: tuple[str, ...],
-        brought: Brought | None,
+        extra: ExtraInputs | None,
     ) -> StepKey | None:
         """Return the shape in which a prefill can be captured; None if it cannot."""
         # Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
@@ -375,21 +375,21 @@ class Prefill:
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
         queries = [len(extension.ids) for extension in chunk]
-        if brought is not None:
-            captured = brought.captured and not wants and wanted <= len(chunk)
-            return self._shape_with(brought, queries) if captured else None
+        if extra is not None:
+            captured = extra.captured and not wants and wanted <= len(chunk)
+            return self._shape_with(extra, queries) if captured else None
         shape = self._shape_for(queries, [extension.row.exact_length for extension in chunk], wants)
         if shape is None or wanted <= shape.rows:
             return shape
         scored = 2 * wanted >= sum(queries) and shape.tokens <= self._most_scored
         return shape._replace(phase="scoring") if scored else None
 
-    def _shape_with(self, brought: Brought, queries: Sequence[int]) -> StepKey | None:
+    def _shape_with(self, extra: ExtraInputs, queries: Sequence[int]) -> StepKey | None:
         """Return the shape of rows that bring something, whose program is compiled for one schedule."""
         shape = self._shapes.smallest(sum(queries), len(queries))
         if shape is None:
             return None
-        shape = shape._replace(schedule=self._planner.schedules[0], brought=brought.program.name)
+        shape = shape._replace(schedule=self._planner.schedules[0], extra=extra.program.name)
         return shape if self._table.get(shape) is not None or self._planner.fits(shape) else None
 
     def _pays(self, shape: StepKey) -> bool:
@@ -443,9 +443,9 @@ class Prefill:
         """Run a prefill padded to the launch's shape: replay it, or launch it and have it captured."""
         state, shape, entry = self._state, launch.key, launch.entry
         packed, table = self._padded(shape, chunk, keep, slots)
-        brought = self._brought_to(shape, chunk)
+        extra = self._brought_to(shape, chunk)
         background = not (launch.captures_now if len(slots) == len(keep) else self._pays(launch.wanted))
-        program = functools.partial(self._launch_shape, shape, packed, table, brought, background)
+        program = functools.partial(self._launch_shape, shape, packed, table, extra, background)
         running = [cast(Row, extension.row) for extension in chunk if extension.is_next]
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
         if entry is None or not (forgettable or self._steps.is_valid(entry)):
@@ -453,7 +453,7 @@ class Prefill:
         assert entry.filled is not None
         fed = state.slots.fed() if running or self._taps else None  # the replay overwrites what it feeds in
         self._upload(packed, table, shape, entry.filled)
-        self._fixed(shape, brought)
+        self._fixed(shape, extra)
         outputs = launch()
         # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
         # something else now, all it writes is written again.
@@ -463,10 +463,10 @@ class Prefill:
         return program()
 
     def _launch_shape(
-        self, shape: StepKey, packed: Packed, table: HostTable, brought: BroughtInputs | None, background: bool
+        self, shape: StepKey, packed: Packed, table: HostTable, extra: ExtraTensors | None, background: bool
     ) -> StepOutputs:
         """Launch a padded prefill over new tensors, and capture it, now or in the ``background``."""
-        outputs, capture = self._launched(shape, packed, table, brought)
+        outputs, capture = self._launched(shape, packed, table, extra)
         if background:
             self._cuda_graphs.want(shape, functools.partial(capture, background=True))
         else:
@@ -474,10 +474,10 @@ class Prefill:
         return outputs
 
     def _launched(
-        self, shape: StepKey, packed: Packed, table: HostTable, brought: BroughtInputs | None
+        self, shape: StepKey, packed: Packed, table: HostTable, extra: ExtraTensors | None
     ) -> tuple[StepOutputs, Callable[..., None]]:
         """Launch a padded prefill over new tensors; return its outputs, and what captures it."""
-        inputs, filled = self._in_new_tensors(shape, packed, brought)
+        inputs, filled = self._in_new_tensors(shape, packed, extra)
         self._upload(packed, table, shape, filled)
         _unpack(inputs, filled)
         outputs = self._launch(inputs)
@@ -491,28 +491,28 @@ class Prefill:
         slots = np.concatenate([slots, self._state.slots.of([], sampled - len(slots))])
         return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size, self._padding, self._stateful)
 
-    def _brought_to(self, shape: StepKey, chunk: Sequence[Extension]) -> BroughtInputs | None:
-        """Return what rows bring, laid out in new tensors of a padded shape; None if its program reads ids."""
-        if not shape.brought:
+    def _brought_to(self, shape: StepKey, chunk: Sequence[Extension]) -> ExtraTensors | None:
+        """Return extra inputs, laid out in new tensors of a padded shape; None if its program reads ids."""
+        if not shape.program:
             return None
-        none = self._bringing[shape.brought]
-        laid_out: BroughtInputs = none.laid_out(padded(chunk, shape, self._page_size), self._state.staging)
+        none = self._bringing[shape.program]
+        laid_out: ExtraTensors = none.pack(padded(chunk, shape, self._page_size), self._state.staging)
         return laid_out
 
-    def _fixed(self, shape: StepKey, brought: BroughtInputs | None) -> BroughtInputs | None:
-        """Return what rows bring where CUDA graphs read it, filled."""
+    def _fixed(self, shape: StepKey, extra: ExtraTensors | None) -> ExtraTensors | None:
+        """Return extra inputs where CUDA graphs read it, filled."""
         largest = self._shapes.largest
-        if brought is None or largest is None:
+        if extra is None or largest is None:
             return None
-        return self.brought_room.filled(brought, shape.tokens, largest.tokens)
+        return self.extra_memory.filled(extra, shape.tokens, largest.tokens)
 
     def _in_new_tensors(
-        self, shape: StepKey, packed: Packed, brought: BroughtInputs | None
+        self, shape: StepKey, packed: Packed, extra: ExtraTensors | None
     ) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
         columns = self._state.staging.to_device(packed)
         inputs = self._as_inputs(columns, self._indices, shape)._replace(wants=shape.wants)
-        inputs = inputs._replace(brought=self._fixed(shape, brought))
+        inputs = inputs._replace(extra=self._fixed(shape, extra))
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
 
@@ -533,9 +533,9 @@ def _rows(extensions: Sequence[Extension]) -> list[Row]:
     return [cast(Row, extension.row) for extension in extensions]
 
 
-def _brought_in(extensions: Sequence[Extension]) -> Brought | None:
-    """Return what the first row that brings something has brought; None if none does."""
-    return next((own.brought for own in extensions if own.brought is not None), None)
+def _brought_in(extensions: Sequence[Extension]) -> ExtraInputs | None:
+    """Return what the first row that brings something has extra; None if none does."""
+    return next((own.extra for own in extensions if own.extra is not None), None)
 
 
 def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenSpan]:

@@ -33,14 +33,14 @@ class Dispatcher:
 
     @property
     def captures(self) -> bool:
-        return self._table.at_best == "ready"
+        return self._table.runnable_state == "ready"
 
     def dispatch(self, step: StepKey, exact: bool) -> Dispatch:
         """Return what runs for a step, in no larger shape if ``exact``; ``Steps.is_valid`` tells more."""
         table = self._table
         entry = table.entries.get(step)
         state = "missing" if entry is None else entry.state
-        if state == table.at_best:
+        if state == table.runnable_state:
             return Dispatch(step, "run")
         known = entry is not None and entry.checked_at == table.model_checks
         if step.phase == "decode" and not known:  # prefills run in programs that are compiled before
@@ -57,7 +57,7 @@ class Dispatcher:
             other
             for other in self._table.of(step.phase)
             if other.schedule in (step.schedule, simplest)
-            and (other.wants, other.brought) == (step.wants, step.brought)
+            and (other.wants, other.program) == (step.wants, step.program)
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows
             and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)

@@ -70,7 +70,7 @@ class Steps:
         table, checked = self._table, self.check_model_if_due()
         if (entry := table.entries.get(wanted)) is not None:
             entry.spare = False
-            if entry.state == table.at_best and self.is_valid(entry):
+            if entry.state == table.runnable_state and self.is_valid(entry):
                 return self._launch_of(wanted, wanted)
         if self._graph_manager.eager:
             table.compiled(wanted)
@@ -124,12 +124,12 @@ class Steps:
 
     def is_ready(self, step: StepKey) -> bool:
         """Return whether a step is compiled, and on CUDA captured."""
-        return self._table.state(step) == self._table.at_best
+        return self._table.state(step) == self._table.runnable_state
 
     @property
     def wanted_buckets(self) -> list[int]:
         """The ready buckets without the one in which only smaller ones have run."""
-        return [step.rows for step in self._table.at_once("decode") if not self._table.entries[step].spare]
+        return [step.rows for step in self._table.runnable("decode") if not self._table.entries[step].spare]
 
     def decode_of(self, rows: int, previous: StepKey | None = None, exact: bool = False) -> StepKey:
         """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready."""
@@ -141,7 +141,7 @@ class Steps:
             return smallest
         if exact and self._dispatcher.captures:
             return self._decodes[max(rows, 2) if 2 * smallest.rows <= previous.rows else previous.rows]
-        between = (step for step in self._table.at_once("decode") if smallest.rows <= step.rows <= previous.rows)
+        between = (step for step in self._table.runnable("decode") if smallest.rows <= step.rows <= previous.rows)
         return next(between, smallest)
 
     def step_of_several(self, rows: int, new_tokens: int) -> StepKey:
@@ -250,7 +250,7 @@ class Steps:
 
     def capture_anchors(self, only_with_room: bool = True) -> None:
         """Capture the largest step, so that none waits for a smaller one; ``only_with_room`` evicts no other."""
-        ready = self._table.at_once("decode")
+        ready = self._table.runnable("decode")
         missing = self._dispatcher.captures and ready and ready[-1].rows > 1 and self._largest not in ready
         if missing and not (only_with_room and self._table.full):
             self._prepare(self._largest, 0, None, False)

@@ -27,8 +27,8 @@ from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import needed
-from compiled_llm.huggingface.cache.brought_columns import BroughtColumns, EmbeddedColumns
 from compiled_llm.huggingface.cache.cache_columns import on_host
+from compiled_llm.huggingface.cache.extra_columns import EmbeddedColumns, ExtraColumns
 from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
 from compiled_llm.huggingface.cache.more_outputs import more_outputs
@@ -291,13 +291,13 @@ def _checked_forward(
 ) -> tuple[Tensor, Any]:
     if not cache.model_runner.is_of(runtime.facts.model):
         raise _foreign(runtime.facts.cache_argument)
-    ids, positions, brought = _columns_of(cache.model_runner, arguments)
+    ids, positions, extra = _columns_of(cache.model_runner, arguments)
     return cache.forward(
         ids,
         arguments.get("attention_mask"),
         positions,
         arguments.get("logits_to_keep", 0),
-        brought,
+        extra,
         counts_unmasked=runtime.facts.default_positions == "unmasked",
         wanted=wanted,
     )
@@ -305,7 +305,7 @@ def _checked_forward(
 
 def _columns_of(
     model_runner: ModelRunner, arguments: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None, BroughtColumns | None]:
+) -> tuple[Tensor, Tensor | None, ExtraColumns | None]:
     """Return a forward's ids and positions, ``[B, Q]`` each, and what its rows bring besides."""
     positions, embeddings = arguments.get("position_ids"), arguments.get("inputs_embeds")
     if embeddings is not None:
@@ -316,8 +316,8 @@ def _columns_of(
     if (reader := reader_of(arguments)) is None:
         return ids, positions, None
     ids = copies().of(ids)
-    brought = needed(reader, "huggingface").columns_of(model_runner, ids, arguments)
-    return ids, torch.from_numpy(brought.positions), brought
+    extra = needed(reader, "huggingface").columns_of(model_runner, ids, arguments)
+    return ids, torch.from_numpy(extra.positions), extra
 
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
