@@ -150,7 +150,7 @@ class Prefill:
     def capture_anchors(self, extra: str = "") -> None:
         """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured."""
         # Those that read ids are evicted after all others. ``extra`` names a compiled program that reads more.
-        anchors = [shape._replace(extra=extra) for shape in self._anchors]
+        anchors = [shape._replace(program=extra) for shape in self._anchors]
         self.capture_shapes(sorted(anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[StepKey]:
@@ -389,7 +389,7 @@ class Prefill:
         shape = self._shapes.smallest(sum(queries), len(queries))
         if shape is None:
             return None
-        shape = shape._replace(schedule=self._planner.schedules[0], extra=extra.program.name)
+        shape = shape._replace(schedule=self._planner.schedules[0], program=extra.program.name)
         return shape if self._table.get(shape) is not None or self._planner.fits(shape) else None
 
     def _pays(self, shape: StepKey) -> bool:
