@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.step_key import Pooling
 from compiled_llm.kinds.rows import AttentionPlans, JointAttention
 from compiled_llm_ops.protocol import DecodeOps
 
@@ -83,6 +84,7 @@ class PrefillInputs(NamedTuple):
     read: Tensor | None = None  # ``[B]`` int32, the entry of each row's states; None if rows have none
     write: Tensor | None = None  # ``[B]`` int32, the entry of those that it has afterwards; None likewise
     wants: tuple[str, ...] = ()  # outputs of the model that the step gives besides logits, by HuggingFace's names
+    pooling: Pooling = ""  # what it gives in place of logits and tokens
     extra: ExtraTensors | None = None  # of rows that have more than ids, which another program reads
 
 

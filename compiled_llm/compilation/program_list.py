@@ -12,7 +12,13 @@ from functools import partial
 
 from compiled_llm.compilation.inputs import DecodeInputs, ExtraTensors, OwnInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.options import decode_options, prefill_options
-from compiled_llm.compilation.program import PREFILL as PREFILL, PREFILL_ALONE as PREFILL_ALONE, Program, ProgramInputs
+from compiled_llm.compilation.program import (
+    PREFILL as PREFILL,
+    PREFILL_ALONE as PREFILL_ALONE,
+    Program,
+    ProgramInputs,
+    with_outputs,
+)
 from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_step
 from compiled_llm.features import FEATURES, feature
 
@@ -60,11 +66,6 @@ PROGRAMS: tuple[Program, ...] = (
     _decode(DECODE_SHARED, one_row=False, shared=True),
     _UNPAGED,
 )
-
-
-def with_outputs(name: str, wants: tuple[str, ...]) -> str:
-    """Return the name of what also gives these outputs."""
-    return f"{name}, with {' and '.join(wants).replace('_', ' ')}" if wants else name
 
 
 def _naming_its_program(inputs: ProgramInputs) -> ExtraTensors | OwnInputs | None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.compilation.graphs.step_key import Pooling
 from compiled_llm.compilation.program import Program
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.state.staging import Staging
@@ -113,7 +114,7 @@ class Tap:
 class Drafting(Protocol):
     """What has the rows of a decode step feed in drafts; of these rows no tap is told anything besides tokens."""
 
-    wants: tuple[str, ...]  # as of ``Tap``
+    drafter: str  # who proposes drafts
     new_tokens: int  # that each row feeds in
 
     def entering(self, rows: Sequence[Row]) -> None:
@@ -138,11 +139,12 @@ class Batch(NamedTuple):
     mixed: bool = False
     taps: Sequence[Tap] = ()  # who watches its launches
     drafting: Drafting | None = None  # of the launch of ``decode`` alone
+    pooling: Pooling = ""  # of the launch of ``extend``, which gives this in place of logits
 
     @property
     def wants(self) -> tuple[str, ...]:
         """The outputs that the launch of ``decode`` gives besides logits."""
-        return outputs_of(self.taps) if self.drafting is None else self.drafting.wants
+        return outputs_of(self.taps) if self.drafting is None else ()
 
 
 class StepOutput(NamedTuple):

@@ -193,7 +193,7 @@ class ModelRunner:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.wants if batch.taps or drafting is not None else ())
+        wanted = persistent.step_for(rows, batch.wants if batch.taps else (), drafting)
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
@@ -222,7 +222,7 @@ class ModelRunner:
         queries = [1] * len(decode) + [len(extension.ids) for extension in extend]
         rows = [*decode, *_rows(extend)]
         lengths = [row.length_at_most + count for row, count in zip(rows, queries, strict=True)]
-        return bool(decode and extend) and self.prefill.is_one_launch(queries, lengths)
+        return bool(decode and extend) and self.prefill.shapes.is_one_launch(queries, lengths)
 
     @property
     def mixing_may_pay(self) -> bool:
@@ -234,7 +234,7 @@ class ModelRunner:
         if not self.mixing_may_pay:
             return False
         queries = [len(extension.ids) for extension in extend]
-        alone, together = (self.prefill.tokens_computed(of) for of in (queries, [1] * len(decode) + queries))
+        alone, together = (self.prefill.shapes.tokens_computed(of) for of in (queries, [1] * len(decode) + queries))
         kept = sum(row.length_at_most for row in decode) * self._token_bytes
         return MixedStep(self._matrix_bytes, alone, together, kept).pays
 
@@ -256,7 +256,9 @@ class ModelRunner:
             self.state.slots.ensure(rows)
             persistent.deferred.begin(ending, batch.taps)
             try:
-                logits, tokens, _ = self.prefill.run(batch.extend, exact=persistent.exact, taps=batch.taps)
+                logits, tokens, _ = self.prefill.run(
+                    batch.extend, exact=persistent.exact, taps=batch.taps, pooling=batch.pooling
+                )
             except BaseException:
                 if batch.mixed:  # it may have sampled tokens of rows that go on
                     persistent.discard_after_failure(rows)
@@ -397,7 +399,7 @@ class ModelRunner:
         wait_for_device(self.device)
         self.graph_manager.release()
         self.steps.sampling_graphs.release()
-        self.prefill.extra_memory.release()
+        self.prefill.packer.extra_memory.release()
         self.state.release()
         self._planner.release()
         self.parts.clear()
@@ -435,7 +437,7 @@ class ModelRunner:
 
     @property
     def _buffer_bytes(self) -> int:
-        parts = self.decode_buffers, self.steps.sampling_graphs, self.prefill.extra_memory
+        parts = self.decode_buffers, self.steps.sampling_graphs, self.prefill.packer.extra_memory
         return self.state.buffer_bytes + sum(part.nbytes for part in parts)
 
     def memory(self) -> dict[str, int]:

@@ -194,13 +194,13 @@ Fault = Callable[[Any, Any, Any], Any]
 def test_faults_would_be_found(fault: Fault, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     models, inputs = pair(QWEN, seed), with_images(QWEN, seed)
     torch.testing.assert_close(*(logits(model, inputs) for model in models), rtol=1e-4, atol=1e-4)
-    of = images.ShownColumns.of
+    of = images.ShownColumns.of_row
 
     def wrong(columns: Any, row: int, places: Any) -> Any:
         own = of(columns, row, places)
         return None if own is None else fault(columns, row, own)
 
-    monkeypatch.setattr(images.ShownColumns, "of", wrong)
+    monkeypatch.setattr(images.ShownColumns, "of_row", wrong)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(*(logits(model, inputs) for model in models), rtol=1e-3, atol=1e-3)
 

@@ -156,7 +156,7 @@ def test_launches_with_pictures_are_captured_and_replayed_as_those_of_text(famil
         table = model.compiled.model_runner().state.step_table
         shown = [entry for key, entry in table.entries.items() if key.program == PROGRAM.name]
         assert sum(entry.replays for entry in shown) >= 4
-        assert model.compiled.model_runner().prefill.extra_memory.nbytes
+        assert model.compiled.model_runner().prefill.packer.extra_memory.nbytes
         assert not any(key.program for key in table.runnable("prefill"))
     assert_account_is_empty(model)
 

@@ -95,8 +95,8 @@ class StepEntry(Generic[KeptT]):
 
     def row(self) -> CudaGraphRow:
         return CudaGraphRow(
-            *self.key[:4],
-            states=bool(self.key.wants),
+            *self.key.numbers,
+            states=bool(self.key.wants or self.key.pooling),
             state=self.state,
             nbytes=self.nbytes if self.state == "ready" else 0,
             captures=self.captures,
@@ -168,7 +168,7 @@ class StepTable:
         # Of decode those of one new token, which any rows can run in: without the ones that give more than logits, or
         # read shared pages once unless these ``shares`` are wanted, too; of prefills those that read ids.
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.runnable_state]
-        plain = [key for key in keys if key.phase == phase and not (key.wants or key.program) and key.shares <= shares]
+        plain = [key for key in keys if key.phase == phase and key.is_plain and key.shares <= shares]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property
@@ -402,4 +402,4 @@ def _used(entry: StepEntry[Any]) -> float:
 
 
 def _size(key: StepKey) -> tuple[int, int, int]:
-    return key.tokens, key.rows, -key.schedule
+    return key.tokens, key.rows, -key.variant

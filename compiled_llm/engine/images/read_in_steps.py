@@ -51,8 +51,8 @@ def prepare(model_runner: ModelRunner, report: Report = quiet) -> None:
     report("preparing prompts with pictures")
     if (encoder := own_encoder(facts.model, model_runner)) is not None:
         thread.call(_prepare_encoder, encoder, facts)
-    thread.call(prefill.make_ready, extra=nothing_shown(model_runner, facts))
-    thread.call(prefill.capture_anchors, PROGRAM.name)  # those that launches since have made room for, too
+    thread.call(prefill.launches.make_ready, extra=nothing_shown(model_runner, facts))
+    thread.call(prefill.launches.capture_anchors, PROGRAM.name)  # those that launches since have made room for, too
     model_runner.prepared[PROGRAM.name] = prepare
 
 

@@ -44,7 +44,7 @@ class CompiledParts:
             programs=graph_manager.programs if stay else None,
             weights=graph_manager.weights,
             decodes=tuple(table.runnable("decode", shares=True)),
-            extras=model_runner.prefill.extras if stay else (),
+            extras=model_runner.prefill.launches.extras if stay else (),
             shapes=tuple(sorted(table.of("prefill"))),
             samplings=tuple(model_runner.steps.sampling_graphs.buckets),
             prepared=tuple(model_runner.prepared.values()),

@@ -321,7 +321,7 @@ def prepare(
     """Compile, and on CUDA capture, all of these that are not ready yet."""
     # ``extras`` are those of no tokens, of programs that read more than ids; ``anchors`` are a few CUDA graphs in
     # which all others could run.
-    thread, prefill, steps = model_runner.thread, model_runner.prefill, model_runner.steps
+    thread, prefill, steps = model_runner.thread, model_runner.prefill.launches, model_runner.steps
     missing = [step for step in decodes if not steps.is_ready(step)]
     total = len(missing) + (not prefill.is_ready)
     report("preparing prefill")

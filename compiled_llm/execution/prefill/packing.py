@@ -13,13 +13,34 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import Extension
+from compiled_llm.compilation.graphs.step_key import Pooling, StepKey
+from compiled_llm.execution.batch import Extension, ExtraInputs
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 
 Holds = Callable[[int, int, int], bool]
 """Whether a launch may have so many tokens, pages and rows."""
+
+
+class Chunk(NamedTuple):
+    """The rows of one launch, and what is wanted of them."""
+
+    rows: Sequence[Extension]
+    keep: NDArray[np.int64]  # ``[L]`` ascending, the packed tokens whose logits are wanted
+    slots: NDArray[np.int64]  # ``[C]``, those of the rows that end in it; or none
+    wants: tuple[str, ...] = ()  # outputs of the model besides logits, by HuggingFace's names
+    pooling: Pooling = ""  # in place of logits
+    extra: ExtraInputs | None = None  # of one of the rows, if any has some
+
+    @property
+    def queries(self) -> list[int]:
+        """How many new tokens each row has."""
+        return [len(extension.ids) for extension in self.rows]
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row has, with the new ones."""
+        return [extension.row.exact_length for extension in self.rows]
 
 
 class Packed(NamedTuple):

@@ -52,14 +52,15 @@ class Dispatcher:
 
     def _next_larger(self, step: StepKey) -> StepKey | None:
         """Return the smallest ready step that holds all steps of another, and does not take far longer."""
-        simplest, padding = (self._simplest, self._padding) if step.is_prefill else (0, math.inf)
+        padding = self._padding if step.is_prefill else math.inf
         larger = [
             other
             for other in self._table.of(step.phase)
-            if other.schedule in (step.schedule, simplest)
-            and (other.wants, other.program) == (step.wants, step.program)
+            if other.schedule in (step.schedule, self._simplest)
+            and other.shares <= step.shares
+            and other.purpose == step.purpose
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows
             and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)
         ]
-        return min(larger, key=lambda other: (other.tokens, other.rows, other.schedule != step.schedule), default=None)
+        return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != step.variant), default=None)

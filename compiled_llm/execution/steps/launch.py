@@ -97,7 +97,7 @@ class Launch:
         # ``shares`` says whether pages that rows share are read once.
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
         self.new_tokens = key.tokens // key.rows
-        self.accepts = bool(key.wants) and key.accepts
+        self.accepts = bool(key.drafter)
         self.repeats = capture is None and (self.new_tokens == 1 or self.accepts)
         self.entry, self.captures_now, self._program = entry, captures_now, program
         self._used, self._cascaded = events.used, events.cascaded if shares else None

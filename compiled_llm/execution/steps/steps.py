@@ -13,7 +13,8 @@ from compiled_llm.compilation.graphs.cuda_graphs import Begin
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
-from compiled_llm.compilation.program_list import program_for, with_outputs
+from compiled_llm.compilation.program import with_outputs
+from compiled_llm.compilation.program_list import program_for
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
@@ -81,7 +82,7 @@ class Steps:
         self.buffers.claim(None)
         first = self._is_first(wanted)
         self._prepare(wanted, waiting, number, first)
-        if first and anchors and not (wanted.shares or wanted.wants):
+        if first and anchors and wanted.is_plain and not wanted.shares:
             self.capture_anchors(only_with_room=exact)
             if table.state(wanted) == "evicted":  # the largest has taken the only room
                 return self._launch_of(wanted, self._largest)
@@ -262,7 +263,7 @@ class Steps:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, new = self._graph_manager, step.new_tokens_per_row
         several = f", {new} tokens each" if new > 1 else ", shared pages read once" if step.shares else ""
-        several = with_outputs(several, step.wants)
+        several = with_outputs(several, (f"drafts of {step.drafter}",) if step.drafter else step.wants)
         what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
         program = program_for(self.buffers.of(step)).name
@@ -270,7 +271,7 @@ class Steps:
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
             suiting = self._decodes[min(_ROWS_TO_COMPILE, self._largest.rows)]
             if first and step.rows < suiting.rows and not self._can_launch(step):  # as it was kept
-                self._launch_padding(StepKey.decode(suiting.rows, shares=step.shares)._replace(wants=step.wants))
+                self._launch_padding(step._replace(tokens=suiting.rows, rows=suiting.rows))
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(step)
             outputs = self._launch_padding(step)

@@ -71,7 +71,7 @@ def measure(
     )
     for step in steps:
         model_runner.thread.call(model_runner.steps.ready, step)
-    model_runner.thread.call(model_runner.prefill.make_ready)
+    model_runner.thread.call(model_runner.prefill.launches.make_ready)
     with display.task("measuring the read bandwidth"):
         bench = _Stopwatch(model_runner, model, read_bandwidth(model_runner.device, model.dtype))
         if model_runner.device.type == "cuda":
