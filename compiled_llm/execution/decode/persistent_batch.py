@@ -163,10 +163,8 @@ class PersistentBatch:
         if self._slots.states is not None and not all(row.states is None or row.states.alternates for row in rows):
             return 0
         if self._buffers.follows_pages:
-            room = min([row.room for row in rows])
-        else:
-            room = min([row.listed * self._page_size - row.length_at_most for row in rows])
-        return min(room, self._longest - max([row.length_at_most for row in rows]))
+            return min([min(row.room, self._longest - row.length_at_most) for row in rows])
+        return min([min(row.listed * self._page_size, self._longest) - row.length_at_most for row in rows])
 
     # ---- rows come and go
 

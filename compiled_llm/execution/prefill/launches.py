@@ -9,7 +9,6 @@ from functools import partial
 from typing import cast
 
 import numpy as np
-from torch import Tensor
 
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
@@ -143,7 +142,7 @@ class PrefillLaunches:
         program = partial(self._launch_padded, padded, background=not now)
         running = [cast(Row, extension.row) for extension in chunk.rows if extension.is_next]
         forgettable = not slots.remember(running)  # else the host lacks what would have to be written again
-        if entry is None or not (forgettable or self._steps.is_valid(entry)):
+        if entry is None or not (forgettable or self._steps.may_replay(entry)):
             return launch.over(program)()
         assert entry.filled is not None
         fed = slots.fed() if running or self._state.taps else None  # the replay overwrites what it feeds in
@@ -151,7 +150,7 @@ class PrefillLaunches:
         outputs = launch()
         # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
         # something else now, all it writes is written again.
-        if not forgettable or self._steps.is_valid(entry):
+        if not forgettable or self._steps.may_replay(entry):
             return outputs
         slots.restore(padded.packed.slots, fed)
         return program()
@@ -198,29 +197,24 @@ class PrefillLaunches:
 
     def _launch_padded(self, chunk: PaddedChunk, background: bool) -> StepOutputs:
         """Launch a padded prefill over new tensors, and capture it, now or in the ``background``."""
-        outputs, capture = self._launched(chunk)
+        outputs, capture = self._launched(chunk, background)
         if background:
-            self._graph_manager.cuda_graphs.want(chunk.shape, partial(capture, background=True))
+            self._graph_manager.cuda_graphs.want(chunk.shape, capture)
         else:
-            capture(background=False)
+            capture()
         return outputs
 
     def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
         """Run a shape that has only run in a larger one over rows of padding; return what begins its capture."""
-        _, capture = self._launched(self._pad(shape))
-        return partial(capture, background=True)
+        return self._launched(self._pad(shape), background=True)[1]
 
-    def _launched(self, chunk: PaddedChunk) -> tuple[StepOutputs, Callable[..., None]]:
+    def _launched(self, chunk: PaddedChunk, background: bool) -> tuple[StepOutputs, Callable[[], None]]:
         """Launch a padded prefill over new tensors; return its outputs, and what captures it."""
         inputs, filled = self._packer.new_inputs(chunk)
         self._packer.fill(chunk, filled)
         unpack(inputs, filled)
         outputs = self._launch(inputs)
-        return outputs, partial(self._capture, chunk.shape, inputs, filled, outputs)
-
-    def _capture(
-        self, shape: StepKey, inputs: PrefillInputs, filled: Tensor, like: StepOutputs, background: bool
-    ) -> None:
-        own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
-        first = partial(unpack, inputs, filled)
-        self._graph_manager.capture(shape, inputs, like, first, Filled(filled, own), background)
+        nbytes = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
+        first, given = partial(unpack, inputs, filled), Filled(filled, nbytes)
+        capture = self._graph_manager.capture
+        return outputs, partial(capture, chunk.shape, inputs, outputs, first, given, background)

@@ -32,6 +32,11 @@ class Chunk(NamedTuple):
     pooling: Pooling = ""  # in place of logits
     extra: ExtraInputs | None = None  # of one of the rows, if any has some
 
+    def part(self, rows: Sequence[Extension], start: int, end: int) -> Chunk:
+        """Return the part of packed tokens ``start`` to ``end``, which are those of ``rows``."""
+        first, last = self.keep.searchsorted((start, end))
+        return self._replace(rows=rows, keep=self.keep[first:last] - start, slots=self.slots[first:last])
+
     @property
     def queries(self) -> list[int]:
         """How many new tokens each row has."""

@@ -79,13 +79,12 @@ class Prefill:
             keep, slots = self._sampled(extensions, remember)
         extensions = self._placed(extensions)
         self._state.arena.flush()
+        whole = Chunk(extensions, keep, slots, wants, pooling, extra)
         parts = []
         start = 0
-        for rows in self._cut(Chunk(extensions, keep, slots, wants, pooling, extra)):
+        for rows in self._cut(whole):
             end = start + token_count(rows)
-            first, last = keep.searchsorted((start, end))
-            chunk = Chunk(rows, keep[first:last] - start, slots[first:last], wants, pooling, extra)
-            outputs = self.launches.run(chunk, exact)
+            outputs = self.launches.run(whole.part(rows, start, end), exact)
             if taps:
                 spans = _spans(extensions, start, end)
                 for tap in taps:

@@ -120,7 +120,7 @@ class DecodeBuffers:
         known = np.setdiff1d(written, [row.to for row in moved]) if moved else written
         entering = [rows[at] for at in known.tolist() if at < len(rows)] if moved else rows[first:]
         write("decode_position", known, np.array([row.exact_position for row in entering] + padding, dtype=np.int64))
-        lengths = [row.exact_length for row in entering] + [new for _ in padding]
+        lengths = [row.exact_length for row in entering] + [new] * len(padding)
         write("decode_length", known, np.array(lengths, dtype=np.int32))
         write("decode_start", written, (numbers[first:] * slots.pages_each).astype(np.int32))
 

@@ -36,7 +36,7 @@ class Dispatcher:
         return self._table.runnable_state == "ready"
 
     def dispatch(self, step: StepKey, exact: bool) -> Dispatch:
-        """Return what runs for a step, in no larger shape if ``exact``; ``Steps.is_valid`` tells more."""
+        """Return what runs for a step, in no larger shape if ``exact``; ``Steps.may_replay`` tells more."""
         table = self._table
         entry = table.entries.get(step)
         state = "missing" if entry is None else entry.state
