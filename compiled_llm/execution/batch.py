@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,11 @@ class Extension(NamedTuple):
         """Return the next token of a row that has a slot, which stands for it: the host may not know it yet."""
         assert row.slot is not None, "it has one"
         return cls.of(row, np.array([-1 - row.slot], dtype=np.int64))
+
+
+def rows_of(extensions: Sequence[Extension]) -> list[Row]:
+    """Return the rows of a batch's extensions."""
+    return [cast(Row, extension.row) for extension in extensions]
 
 
 class TokenSpan(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import KVScales, WrapConfig
-from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap, last_tokens
+from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap, last_tokens, rows_of
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.growth import grown, sync_lengths
@@ -220,7 +220,7 @@ class ModelRunner:
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
         """Return whether one launch can run ``decode`` and ``extend``, whose rows are not yet grown."""
         queries = [1] * len(decode) + [len(extension.ids) for extension in extend]
-        rows = [*decode, *_rows(extend)]
+        rows = [*decode, *rows_of(extend)]
         lengths = [row.length_at_most + count for row, count in zip(rows, queries, strict=True)]
         return bool(decode and extend) and self.prefill.shapes.is_one_launch(queries, lengths)
 
@@ -240,14 +240,14 @@ class ModelRunner:
 
     def _as_one_launch(self, batch: Batch) -> Batch:
         """Return the batch with its decoding rows as rows of the prefill, with one new token each."""
-        self.state.slots.ensure([*batch.decode, *_rows(batch.extend)])
+        self.state.slots.ensure([*batch.decode, *rows_of(batch.extend)])
         _check_next(batch.decode)
         return batch._replace(decode=(), extend=[*map(Extension.of_next, batch.decode), *batch.extend])
 
     def _extend(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         if batch.mixed:
             batch = self._as_one_launch(batch)
-        rows, ending = _rows(batch.extend), _rows([extension for extension in batch.extend if extension.is_last])
+        rows, ending = rows_of(batch.extend), rows_of([extension for extension in batch.extend if extension.is_last])
         persistent.invalidate_rows(rows)
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent) if batch.decode else None
@@ -283,7 +283,7 @@ class ModelRunner:
         # ``keep`` is ``[L]`` ascending, the packed tokens whose logits are wanted, None for the last of each row.
         # OutOfPagesError as ``run``.
         self.graph_manager.cuda_graphs.adopt()
-        rows = _rows(extensions)
+        rows = rows_of(extensions)
         with self._grown_by(extensions, promise):
             logits = self.prefill.run(extensions, keep, remember=False, exact=True, taps=taps).logits
         self.state.slots.forget_next(rows)
@@ -335,7 +335,7 @@ class ModelRunner:
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:
         """Grow rows by their new tokens for the block, and once it has succeeded, set their positions."""
-        rows, counts = _rows(extensions), [len(extension.ids) for extension in extensions]
+        rows, counts = rows_of(extensions), [len(extension.ids) for extension in extensions]
         sync_lengths(rows)
         self._check_positions(rows, counts)
         with grown(rows, counts, promise, self.state.copy_pages):
@@ -498,7 +498,3 @@ def _shapes_of(facts: ModelFacts, config: WrapConfig, max_positions: int) -> Cap
     weights = weights_of_a_layer(facts.model, len(facts.layers))
     query_width = sum(layer.query_heads * layer.head_dim for layer in facts.layers) // len(facts.layers)
     return CapturedShapes(config.max_batch_size, weights, max_positions, config.prefill_tokens, query_width)
-
-
-def _rows(extensions: Sequence[Extension]) -> list[Row]:
-    return [cast(Row, extension.row) for extension in extensions]

@@ -19,6 +19,7 @@ from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from compiled_llm.execution.lifecycle.kept import CompiledParts
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.packing import NO_ROWS
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.threads.executor import executor_for
@@ -327,7 +328,7 @@ def prepare(
     report("preparing prefill")
     thread.call(prefill.make_ready, number=_number(1, total), anchors=anchors)
     for extra in extras:
-        thread.call(prefill.make_ready, anchors=anchors, extra=extra)
+        thread.call(prefill.make_ready, NO_ROWS._replace(extra=extra), anchors=anchors)
     for number, step in enumerate(decodes, start=1):
         report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
         at = total - len(missing) + missing.index(step) + 1 if step in missing else 0

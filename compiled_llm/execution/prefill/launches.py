@@ -12,14 +12,12 @@ import numpy as np
 
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.step_key import Pooling, StepKey
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
-from compiled_llm.compilation.program import with_outputs
 from compiled_llm.compilation.program_list import PREFILL
 from compiled_llm.execution.batch import ExtraInputs
-from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packer import PaddedChunk, PrefillPacker, unpack
-from compiled_llm.execution.prefill.packing import Chunk, null_extension
+from compiled_llm.execution.prefill.packing import NO_ROWS, Chunk, null_extension
 from compiled_llm.execution.prefill.shapes import PrefillShapes
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length
@@ -34,8 +32,6 @@ _KEPT = 5
 # So many calls of forward that would have replayed a shape have taken as long as its capture does, for which they leave
 # no time as decode steps do.
 _SEEN = 8
-_NONE = np.zeros(0, dtype=np.int64)
-_EMPTY = Chunk([], _NONE, _NONE)
 
 
 class PrefillLaunches:
@@ -45,14 +41,12 @@ class PrefillLaunches:
         self,
         state: RunnerState,
         graph_manager: GraphManager,
-        planner: Planner,
         steps: Steps,
         shapes: PrefillShapes,
         packer: PrefillPacker,
     ) -> None:
         self._state = state
         self._graph_manager = graph_manager
-        self._planner = planner
         self._steps = steps
         self._shapes = shapes
         self._packer = packer
@@ -73,45 +67,36 @@ class PrefillLaunches:
         return tuple(empty for program, empty in self._empty.items() if program in prepared)
 
     def make_ready(
-        self,
-        waiting: int = 0,
-        number: TaskNumber | None = None,
-        anchors: bool = True,
-        wants: tuple[str, ...] = (),
-        pooling: Pooling = "",
-        extra: ExtraInputs | None = None,
+        self, like: Chunk = NO_ROWS, waiting: int = 0, number: TaskNumber | None = None, anchors: bool = True
     ) -> None:
-        """Compile prefill, if it is not compiled yet, for a call of ``waiting`` rows that waits for it."""
-        # ``anchors`` are captured, too; ``wants`` and ``pooling`` say what it gives; ``extra`` inputs have a program of
-        # their own.
-        manager = self._graph_manager
-        name = PREFILL if extra is None else extra.program.name
-        program = with_outputs(name, (f"pooled {pooling}",) if pooling else wants)
+        """Compile the program of a chunk, if it is not compiled yet, for a call of ``waiting`` rows that waits for it.
+
+        With ``anchors``, a few shapes are captured, too.
+        """
+        manager, program, extra = self._graph_manager, like.program, like.extra
         checked = self._steps.check_model_if_due()
         if program in manager.prefills or manager.eager:
             return
         if not checked:
             manager.check_model()
         with manager.preparing(program, waiting, program, number=number):
-            self._compile(wants, pooling, extra)
+            self._compile(like)
         manager.prefills.add(program)
-        if wants or pooling:
+        if like.wants or like.pooling:
             return
         if extra is not None:
             self._empty[program] = extra.empty()
         if anchors and (extra is None or extra.captured):
             self.capture_anchors("" if extra is None else program)
 
-    def _compile(self, wants: tuple[str, ...], pooling: Pooling, extra: ExtraInputs | None) -> None:
-        """Launch each program once over rows of padding."""
+    def _compile(self, like: Chunk) -> None:
+        """Launch each program of a chunk once over rows of padding."""
         state, page_size = self._state, self._state.config.page_size
         length = compiled_length(state.facts.layers, state.device, state.max_positions, page_size)
         rows = [null_extension(length, page_size)] * COMPILED_ROWS
         keep, slots = np.zeros(_KEPT, dtype=np.int64), state.slots.of([], _KEPT - 1)
-        chunk = Chunk(rows, keep, slots, wants, pooling, extra)
-        # Rows without cached tokens may have a program of their own, but not with extra inputs.
-        alone = [] if extra is not None else filter(self._planner.attends_alone, self._planner.schedules)
-        for schedule in (self._shapes.simplest, *alone):
+        chunk = like._replace(rows=rows, keep=keep, slots=slots)
+        for schedule in self._shapes.schedules_of_programs if like.extra is None else [self._shapes.simplest]:
             self._launch(self._packer.inputs(chunk, schedule))
 
     # ---- run
@@ -160,7 +145,7 @@ class PrefillLaunches:
         entry = self._table.entry(shape)
         return entry.misses + 1 >= _SEEN * (entry.captures + 1) and entry.state != "failed"
 
-    def _pad(self, shape: StepKey, chunk: Chunk = _EMPTY) -> PaddedChunk:
+    def _pad(self, shape: StepKey, chunk: Chunk = NO_ROWS) -> PaddedChunk:
         return self._packer.padded(chunk, shape, self._empty[shape.program] if shape.program else None)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:

@@ -26,6 +26,7 @@ from compiled_llm.execution.prefill.packing import (
     token_count,
 )
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.kinds.rows import AttentionPlans
 from compiled_llm.kvcache.table import HostTable
 
 
@@ -75,15 +76,10 @@ class PrefillPacker:
         else:
             (indices,) = staging.to_device([table.indices])
             torch._dynamo.mark_dynamic(indices, 0)
-        alone = self._planner.attends_alone(schedule)
-        if not alone:
+        if not self._planner.attends_alone(schedule):
             self._planner.plan_prefill(table)
-        return self._as_inputs(columns, indices, None)._replace(
-            alone=alone,
-            wants=chunk.wants,
-            pooling=chunk.pooling,
-            extra=None if chunk.extra is None else chunk.extra.pack(chunk.rows, staging),
-        )
+        extra = None if chunk.extra is None else chunk.extra.pack(chunk.rows, staging)
+        return self._as_inputs(columns, indices, schedule, self._planner.for_prefill(), chunk, extra)
 
     # ---- launches of captured shapes
 
@@ -97,9 +93,9 @@ class PrefillPacker:
         """Return new tensors that a shape's program reads, and the one to ``fill``, from which they are unpacked."""
         shape, staging = chunk.shape, self._state.staging
         (filled,) = staging.to_device([as_bytes(chunk.packed)])
-        inputs = self._as_inputs(staging.to_device(chunk.packed), self._indices, shape)
+        columns, plans = staging.to_device(chunk.packed), self._planner.for_prefill(shape)
         extra = self._extra_at_fixed_place(chunk)
-        return inputs._replace(wants=shape.wants, pooling=shape.pooling, extra=extra), filled
+        return self._as_inputs(columns, self._indices, shape.schedule, plans, shape, extra), filled
 
     def fill(self, chunk: PaddedChunk, filled: Tensor) -> None:
         """Write a chunk to where the CUDA graph of its shape reads it, and plan it."""
@@ -121,24 +117,39 @@ class PrefillPacker:
         return chunk._replace(keep=keep, slots=slots)
 
     def _pack(self, chunk: Chunk) -> tuple[Packed, HostTable]:
-        return pack(chunk.rows, chunk.keep, chunk.slots, self._page_size, self._padding, self._stateful)
+        return pack(chunk, self._page_size, self._padding, self._stateful)
 
     @property
     def _indices(self) -> Tensor:
         assert self._state.prefill_indices is not None, "no prefill of layers with indexers is captured"
         return self._state.prefill_indices
 
-    def _as_inputs(self, columns: Sequence[Tensor], indices: Tensor, shape: StepKey | None) -> PrefillInputs:
-        """Return device tensors, in the order of ``Packed``, as inputs of the program, with the plans of a shape."""
+    def _as_inputs(
+        self,
+        columns: Sequence[Tensor],
+        indices: Tensor,
+        schedule: int,
+        plans: AttentionPlans,
+        wanted: Chunk | StepKey,
+        extra: ExtraTensors | None,
+    ) -> PrefillInputs:
+        """Return device tensors, in the order of ``Packed``, as inputs of the program."""
         named = Packed(*columns)._asdict()  # type: ignore[arg-type]
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
         if not self._taps:
             named["places"] = None
         if not self._stateful:
             named |= {"read": None, "write": None}
-        alone = shape is not None and self._planner.attends_alone(shape.schedule)
-        plans = self._planner.for_prefill(shape)
-        return PrefillInputs(indices=indices, plans=plans, alone=alone, taps=self._taps, **named)
+        return PrefillInputs(
+            indices=indices,
+            plans=plans,
+            taps=self._taps,
+            alone=self._planner.attends_alone(schedule),
+            wants=wanted.wants,
+            pooling=wanted.pooling,
+            extra=extra,
+            **named,
+        )
 
 
 def unpack(inputs: PrefillInputs, filled: Tensor) -> None:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import Pooling
-from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of
+from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of, rows_of
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.launches import PrefillLaunches
 from compiled_llm.execution.prefill.packer import PrefillPacker
-from compiled_llm.execution.prefill.packing import Chunk, chunks, token_count
+from compiled_llm.execution.prefill.packing import NO_ROWS, Chunk, chunks, token_count
 from compiled_llm.execution.prefill.shapes import PrefillShapes
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.graph_manager import GraphManager
@@ -47,7 +47,7 @@ class Prefill:
         self._events = graph_manager.events
         self.shapes = PrefillShapes(state, graph_manager, planner, captured)
         self.packer = PrefillPacker(state, planner, captured.largest)
-        self.launches = PrefillLaunches(state, graph_manager, planner, steps, self.shapes, self.packer)
+        self.launches = PrefillLaunches(state, graph_manager, steps, self.shapes, self.packer)
         state.step_table.anchors["prefill"] = [*self.shapes.anchors]
         state.step_table.when_dropped.append(planner.forget)
 
@@ -69,9 +69,9 @@ class Prefill:
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
             pooling: what is wanted in place of logits.
         """
-        wants = outputs_of(taps)
         extra = next((own.extra for own in extensions if own.extra is not None), None)
-        self.launches.make_ready(waiting=len(extensions), wants=wants, pooling=pooling, extra=extra)
+        asked = NO_ROWS._replace(wants=outputs_of(taps), pooling=pooling, extra=extra)
+        self.launches.make_ready(asked, waiting=len(extensions))
         if extra is not None:
             self._events.used[extra.program.name] += 1
         slots = self._state.slots.of([], 0)
@@ -79,7 +79,7 @@ class Prefill:
             keep, slots = self._sampled(extensions, remember)
         extensions = self._placed(extensions)
         self._state.arena.flush()
-        whole = Chunk(extensions, keep, slots, wants, pooling, extra)
+        whole = asked._replace(rows=extensions, keep=keep, slots=slots)
         parts = []
         start = 0
         for rows in self._cut(whole):
@@ -93,7 +93,7 @@ class Prefill:
             start = end
         for own in self._state.taps:
             own.inspect()
-            own.stored(_rows(extensions), [extension.ids for extension in extensions])
+            own.stored(rows_of(extensions), [extension.ids for extension in extensions])
         if len(parts) == 1:
             return parts[0]
         return StepOutputs(torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts]), {})
@@ -102,13 +102,13 @@ class Prefill:
         """Return the last packed tokens of rows that end, and the slots for the tokens after them."""
         lasts = np.cumsum([len(extension.ids) for extension in extensions]) - 1
         ending = [extension for extension in extensions if extension.is_last]
-        rows = _rows(ending) if remember else []
+        rows = rows_of(ending) if remember else []
         return lasts[[extension.is_last for extension in extensions]], self._state.slots.of(rows, len(ending))
 
     def _placed(self, extensions: Sequence[Extension]) -> Sequence[Extension]:
         """Let taps write what the launches read of these rows, and say where their states lie."""
         if self._state.taps:
-            rows = _rows(extensions)
+            rows = rows_of(extensions)
             places = self._state.slots.places(rows)
             for tap in self._state.taps:
                 tap.placed(rows, places, [len(extension.ids) for extension in extensions])
@@ -125,10 +125,6 @@ class Prefill:
         if chunk.extra is None and not chunk.wants and len(chunk.keep) <= len(chunk.rows):
             most = self.shapes.most_tokens(chunk.queries, chunk.lengths)
         return chunks(chunk.rows, most, state.config.page_size, self.shapes.holds, state.spare_states)
-
-
-def _rows(extensions: Sequence[Extension]) -> list[Row]:
-    return [cast(Row, extension.row) for extension in extensions]
 
 
 def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenSpan]:

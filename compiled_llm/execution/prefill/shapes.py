@@ -82,6 +82,11 @@ class PrefillShapes:
         """Return whether a shape can be captured."""
         return self._table.get(shape) is not None or self._planner.fits(shape)
 
+    @property
+    def schedules_of_programs(self) -> list[int]:
+        """One schedule of each program that reads ids; rows without cached tokens may have a program of their own."""
+        return [self.simplest, *filter(self._planner.attends_alone, self._planner.schedules)]
+
     # ---- the shape of a launch
 
     def padded(self, chunk: Chunk) -> StepKey | None:
