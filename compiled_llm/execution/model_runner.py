@@ -34,6 +34,7 @@ from compiled_llm.execution.prefill.unpaged import Unpaged
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.state.runner_tap import RunnerTap
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
 from compiled_llm.execution.steps.dispatcher import Dispatcher
@@ -128,20 +129,18 @@ class ModelRunner:
         self.compiling = compiling
         weights = _laid_out(facts, config, thread) if weights is None else weights
         self.max_positions = max_positions_of(model)
-        self._matrix_bytes, shapes = matrix_bytes(model), _shapes_of(facts, config, self.max_positions)
+        self._matrix_bytes = matrix_bytes(model)
+        shapes = _shapes_of(facts, config, self.max_positions)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
-        taps = [feature("check_pages", "execution").TAP] if config.checks_pages else []
-        self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps)
+        self.state = RunnerState(facts, config, self.max_positions, room.pages, states, _taps_of(config))
         self.pool = self.state.pool
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
         self._planner = _planner_of(self.state, room, shapes)
-        self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
-        simplest, table = self._planner.schedules[0], self.state.step_table
-        dispatcher = Dispatcher(table, simplest, shapes.spare)
+        dispatcher = Dispatcher(self.state.step_table, self._planner.schedules[0], shapes.spare)
         self.decode_buffers = DecodeBuffers(self.state, self.graph_manager, self._planner)
         self.steps = Steps(self.state, self.graph_manager, dispatcher, self.decode_buffers)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
@@ -463,6 +462,10 @@ def _check_next(rows: Sequence[Row]) -> None:
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
 
 
+def _taps_of(config: WrapConfig) -> list[type[RunnerTap]]:
+    return [feature("check_pages", "execution").TAP] if config.checks_pages else []
+
+
 def _laid_out(facts: ModelFacts, config: WrapConfig, thread: Executor) -> FusedWeights:
     """Lay weights that are multiplied as one side by side, if they are to be."""
     fuses = config.fuses_on(facts.model.device.type)
@@ -482,7 +485,7 @@ def _planner_of(state: RunnerState, room: PrefillRoom, shapes: CapturedShapes) -
         spec.planned(geometry) if layer.kind.has_plan(chosen) else None
         for layer, spec, geometry in zip(facts.layers, state.specs, geometries, strict=False)
     ]
-    return Planner(
+    planner = Planner(
         specs,
         config,
         state.device,
@@ -491,6 +494,8 @@ def _planner_of(state: RunnerState, room: PrefillRoom, shapes: CapturedShapes) -
         shapes=shapes.all() if config.captures_on(kind) else [],
         expands=None if config.batch_invariant else facts.expands,  # decode steps absorb, so prefills do
     )
+    planner.load()
+    return planner
 
 
 def _shapes_of(facts: ModelFacts, config: WrapConfig, max_positions: int) -> CapturedShapes:

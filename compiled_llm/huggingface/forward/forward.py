@@ -81,9 +81,9 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
 def _serve(original: Any, self: Any, arguments: dict[str, Any]) -> Any:
     """Return what the compiled forward gives a call without a ``PagedCache``, or why it cannot serve it."""
     runtime = self.compiled
-    if isinstance(arguments.get(runtime.facts.cache_argument), DynamicCache):
-        if isinstance(mask := arguments.get("attention_mask"), Tensor):
-            arguments["attention_mask"] = mask.cpu()  # once: it is read several times
+    cache, mask = arguments.get(runtime.facts.cache_argument), arguments.get("attention_mask")
+    if isinstance(cache, DynamicCache) and isinstance(mask, Tensor):
+        arguments["attention_mask"] = mask.cpu()  # once: it is read several times
     placement = runtime.placement()  # once: to find it, all modules are walked
     reason = original_reason() or forward_obstacle(original, self, arguments, placement)
     if reason := reason or fitting(runtime, arguments, placement):
