@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.step_key import Pooling
 from compiled_llm.kinds.rows import AttentionPlans, JointAttention
 from compiled_llm_ops.protocol import DecodeOps
 
 
-class BroughtInputs(Protocol):
+class ExtraTensors(Protocol):
     """Inputs that rows of a prefill have besides ids, such as embeddings; they name the program that reads them."""
 
     @property
@@ -27,7 +28,7 @@ class BroughtInputs(Protocol):
         """Its tensors, each with the dimension whose size changes from call to call."""
         ...
 
-    def over(self, tensors: Sequence[Tensor]) -> BroughtInputs:
+    def over(self, tensors: Sequence[Tensor]) -> ExtraTensors:
         """Return the same with other tensors, in the order of ``sizes``."""
         ...
 
@@ -83,7 +84,8 @@ class PrefillInputs(NamedTuple):
     read: Tensor | None = None  # ``[B]`` int32, the entry of each row's states; None if rows have none
     write: Tensor | None = None  # ``[B]`` int32, the entry of those that it has afterwards; None likewise
     wants: tuple[str, ...] = ()  # outputs of the model that the step gives besides logits, by HuggingFace's names
-    brought: BroughtInputs | None = None  # of rows that have more than ids, which another program reads
+    pooling: Pooling = ""  # what it gives in place of logits and tokens
+    extra: ExtraTensors | None = None  # of rows that have more than ids, which another program reads
 
 
 class UnpagedInputs(NamedTuple):

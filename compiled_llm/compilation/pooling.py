@@ -12,17 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.step_key import POOLED, pools
+from compiled_llm.compilation.graphs.step_key import Pooling
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.options import prefill_options
-from compiled_llm.compilation.program import PREFILL, PREFILL_ALONE, Program, ProgramInputs
+from compiled_llm.compilation.program import PREFILL, PREFILL_ALONE, Program, ProgramInputs, with_outputs
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTables
 from compiled_llm.compilation.steps import forward_of_prompts
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import Forward
-
-POOLED_STATE, POOLED_SCORES = f"{POOLED} state", f"{POOLED} scores"
-"""What a step wants: the last hidden state, as HuggingFace's models return it, or the scores of a classifier's head."""
 
 
 def pooled_step(
@@ -37,22 +34,29 @@ def pooled_step(
 
     In place of tokens there are ``[C]`` int64 zeros, ``NOT_A_TOKEN`` where a number is not finite.
     """
-    if POOLED_SCORES in inputs.wants:
+    if inputs.pooling == "scores":
         asked: dict[str, Any] = {"logits_to_keep": inputs.keep}
     else:  # compiled, logits that nobody reads are not computed; uncompiled, those of one token are
         asked = {"logits_to_keep": inputs.keep[:1], "output_hidden_states": True}
     out = forward_of_prompts(model, forward, inputs, tables, pages, specs, **asked)
-    found = out.logits[0] if POOLED_SCORES in inputs.wants else out.hidden_states[-1][0, inputs.keep]
+    found = out.logits[0] if inputs.pooling == "scores" else out.hidden_states[-1][0, inputs.keep]
     pooled = found.float()
     finite = torch.isfinite(pooled[inputs.sampled]).all(dim=-1)
     return StepOutputs(pooled, torch.where(finite, 0, NOT_A_TOKEN), {})
 
 
-def _pools(inputs: ProgramInputs, alone: bool) -> bool:
-    return pools(inputs.wants) and isinstance(inputs, PrefillInputs) and inputs.alone is alone
+def _pools(inputs: ProgramInputs, pooling: Pooling, alone: bool) -> bool:
+    return isinstance(inputs, PrefillInputs) and inputs.pooling == pooling and inputs.alone is alone
+
+
+def _program(name: str, pooling: Pooling, alone: bool) -> Program:
+    serves = partial(_pools, pooling=pooling, alone=alone)
+    return Program(with_outputs(name, (f"pooled {pooling}",)), serves, pooled_step, prefill_options, on_demand=True)
 
 
 PROGRAMS = (
-    Program(PREFILL, partial(_pools, alone=False), pooled_step, prefill_options, on_demand=True),
-    Program(PREFILL_ALONE, partial(_pools, alone=True), pooled_step, prefill_options, on_demand=True),
+    _program(PREFILL, "state", alone=False),
+    _program(PREFILL_ALONE, "state", alone=True),
+    _program(PREFILL, "scores", alone=False),
+    _program(PREFILL_ALONE, "scores", alone=True),
 )

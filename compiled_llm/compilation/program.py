@@ -29,3 +29,8 @@ class Program(NamedTuple):
     decodes: bool = False  # whether each row has one new token, or as many as the others
     on_demand: bool = False  # whether it is compiled only for calls that need it, so that reports leave it out before
     ahead: str = ""  # what `compiled-llm compile` is given to have it in artifacts, if it is left out otherwise
+
+
+def with_outputs(name: str, wants: tuple[str, ...]) -> str:
+    """Return the name of what also gives these outputs."""
+    return f"{name}, with {' and '.join(wants).replace('_', ' ')}" if wants else name

@@ -10,9 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from compiled_llm.compilation.inputs import BroughtInputs, DecodeInputs, OwnInputs, PrefillInputs, UnpagedInputs
+from compiled_llm.compilation.inputs import DecodeInputs, ExtraTensors, OwnInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.options import decode_options, prefill_options
-from compiled_llm.compilation.program import PREFILL as PREFILL, PREFILL_ALONE as PREFILL_ALONE, Program, ProgramInputs
+from compiled_llm.compilation.program import (
+    PREFILL as PREFILL,
+    PREFILL_ALONE as PREFILL_ALONE,
+    Program,
+    ProgramInputs,
+    with_outputs,
+)
 from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_step
 from compiled_llm.features import FEATURES, feature
 
@@ -62,15 +68,10 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-def with_outputs(name: str, wants: tuple[str, ...]) -> str:
-    """Return the name of what also gives these outputs."""
-    return f"{name}, with {' and '.join(wants).replace('_', ' ')}" if wants else name
-
-
-def _naming_its_program(inputs: ProgramInputs) -> BroughtInputs | OwnInputs | None:
+def _naming_its_program(inputs: ProgramInputs) -> ExtraTensors | OwnInputs | None:
     """Return what of the inputs says which program runs them; None if the list does."""
     if isinstance(inputs, PrefillInputs):
-        return inputs.brought
+        return inputs.extra
     return None if isinstance(inputs, (DecodeInputs, UnpagedInputs)) else inputs
 
 

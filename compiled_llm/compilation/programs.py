@@ -247,7 +247,7 @@ class Programs:
 
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
         """Return a call for these arguments; ``compare`` checks for a prefill's recompilation, else the caller must."""
-        if arguments.inputs.wants and not self._captures_outputs:
+        if not self._captures_outputs and _gives_outputs(arguments.inputs):
             let_outputs_be_captured(self._facts.model, self._adapted(arguments))
             self._captures_outputs = True
         name = self._name_for(arguments.inputs)
@@ -467,13 +467,18 @@ def begin_during_tracing(device: torch.device, artifacts: Artifacts | None, trac
         build_probes_early()
 
 
+def _gives_outputs(inputs: ProgramInputs) -> bool:
+    """Whether a program asks the model for more than logits."""
+    return bool(inputs.wants) or (isinstance(inputs, PrefillInputs) and bool(inputs.pooling))
+
+
 def _mark_symbolic(arguments: Arguments) -> None:
     """Mark the sizes of a prefill's inputs that change from call to call, and of what it leaves outside of pages."""
     for name, tensor in arguments.inputs._asdict().items():
         if isinstance(tensor, Tensor):
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
-    brought = arguments.inputs.brought if isinstance(arguments.inputs, PrefillInputs) else None
-    for tensor, dimension in () if brought is None else brought.sizes:
+    extra = arguments.inputs.extra if isinstance(arguments.inputs, PrefillInputs) else None
+    for tensor, dimension in () if extra is None else extra.sizes:
         torch._dynamo.mark_dynamic(tensor, dimension)
     for memory in arguments.pages if isinstance(arguments.inputs, UnpagedInputs) else ():
         torch._dynamo.mark_dynamic(memory, 1)

@@ -66,10 +66,10 @@ def forward_of_packed(
     inputs: PrefillInputs,
     pages: list[Tensor],
     specs: tuple[KVCacheSpec, ...],
-    told: Tensor,
+    tap_ids: Tensor,
     **read: Any,
 ) -> Any:
-    """Run packed tokens, of which ``forward`` reads these arguments and taps are told ids ``[T]``."""
+    """Run packed tokens; ``read`` are the arguments of ``forward``, ``tap_ids`` ``[T]`` the ids that taps see."""
     # Each layer has a memory in ``pages``, which its spec reads and writes.
     tokens = (inputs.token_rows, inputs.token_positions)
     table = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
@@ -80,7 +80,7 @@ def forward_of_packed(
     batch = PagedBatch(pages, specs, rows, states=states)
     out = forward(model, use_cache=False, **read, **{BATCH_ARGUMENT: batch})
     for tap in inputs.taps:
-        tap.prefilled(inputs, told)
+        tap.prefilled(inputs, tap_ids)
     return out
 
 

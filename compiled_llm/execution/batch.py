@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.compilation.graphs.step_key import Pooling
 from compiled_llm.compilation.program import Program
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.state.staging import Staging
@@ -21,12 +22,12 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
 
 
-class Brought(Protocol):
-    """What a row brings for its new tokens besides their ids, which a program of its own reads."""
+class ExtraInputs(Protocol):
+    """Inputs of a row's new tokens besides their ids, which a program of its own reads."""
 
     @property
     def program(self) -> Program:
-        """It runs launches with such rows, of which others may bring nothing."""
+        """It runs launches with such rows, beside which others may have no extra inputs."""
         ...
 
     @property
@@ -34,16 +35,16 @@ class Brought(Protocol):
         """Whether CUDA graphs are captured of such launches."""
         ...
 
-    def of(self, start: int, stop: int) -> Brought:
-        """Return that of new tokens ``start`` to ``stop``."""
+    def slice(self, start: int, stop: int) -> ExtraInputs:
+        """Return those of new tokens ``start`` to ``stop``."""
         ...
 
-    def of_none(self) -> Brought:
-        """Return that of no tokens, which keeps no memory of this one."""
+    def empty(self) -> ExtraInputs:
+        """Return those of no tokens, which keep no memory of these."""
         ...
 
-    def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> Any:
-        """Return what ``PrefillInputs.brought`` is in a launch of packed rows, of which some bring the like."""
+    def pack(self, chunk: Sequence[Extension], staging: Staging) -> Any:
+        """Return ``PrefillInputs.extra`` of a launch of packed rows, some of which have such inputs."""
         ...
 
 
@@ -57,7 +58,7 @@ class Extension(NamedTuple):
     place: int = -1  # while they are packed, the row's in ``Slots.places``, if taps ask; -1 is padding's
     # while they are packed, the entries that hold the row's state before them and after
     states: tuple[int, int] = NO_ENTRY, NO_ENTRY
-    brought: Brought | None = None
+    extra: ExtraInputs | None = None
 
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:
@@ -74,6 +75,11 @@ class Extension(NamedTuple):
         """Return the next token of a row that has a slot, which stands for it: the host may not know it yet."""
         assert row.slot is not None, "it has one"
         return cls.of(row, np.array([-1 - row.slot], dtype=np.int64))
+
+
+def rows_of(extensions: Sequence[Extension]) -> list[Row]:
+    """Return the rows of a batch's extensions."""
+    return [cast(Row, extension.row) for extension in extensions]
 
 
 class TokenSpan(NamedTuple):
@@ -113,7 +119,7 @@ class Tap:
 class Drafting(Protocol):
     """What has the rows of a decode step feed in drafts; of these rows no tap is told anything besides tokens."""
 
-    wants: tuple[str, ...]  # as of ``Tap``
+    drafter: str  # who proposes drafts
     new_tokens: int  # that each row feeds in
 
     def entering(self, rows: Sequence[Row]) -> None:
@@ -142,11 +148,12 @@ class Batch(NamedTuple):
     mixed: bool = False
     taps: Sequence[Tap] = ()  # who watches its launches
     drafting: Drafting | None = None  # of the launch of ``decode`` alone
+    pooling: Pooling = ""  # of the launch of ``extend``, which gives this in place of logits
 
     @property
     def wants(self) -> tuple[str, ...]:
         """The outputs that the launch of ``decode`` gives besides logits."""
-        return outputs_of(self.taps) if self.drafting is None else self.drafting.wants
+        return outputs_of(self.taps) if self.drafting is None else ()
 
 
 class StepOutput(NamedTuple):

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.batch import Batch, Brought, Extension, Tap
+from compiled_llm.execution.batch import Batch, Extension, ExtraInputs, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.limits import checked_prompt
@@ -260,19 +260,19 @@ class GenerateLoop:
         ids: Sequence[NDArray[np.int64]],
         positions: Sequence[NDArray[np.int64]],
         keep: NDArray[np.int64] | None = None,
-        brought: Sequence[Brought | None] | None = None,
+        extras: Sequence[ExtraInputs | None] | None = None,
     ) -> Tensor:
         """Store and compute more packed tokens of some rows: ``[L, V]`` logits in the model's dtype, without a wait.
 
         Args:
             positions: the new tokens' rotary positions.
             keep: which packed tokens' logits are wanted; each row's last if None.
-            brought: what rows bring besides their ids; None if they bring nothing.
+            extras: what rows have besides their ids; None if they have nothing.
         """
         extensions = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
-        if brought is not None:
-            both = zip(extensions, brought, strict=True)
-            extensions = [extension._replace(brought=own) for extension, own in both]
+        if extras is not None:
+            both = zip(extensions, extras, strict=True)
+            extensions = [extension._replace(extra=own) for extension, own in both]
         return self._thread.call(self._extend, extensions, keep)
 
     def fill(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import KVScales, WrapConfig
-from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap, last_tokens
+from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap, last_tokens, rows_of
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.growth import grown, sync_lengths
@@ -127,7 +127,8 @@ class ModelRunner:
         self.compiling = compiling
         weights = _laid_out(facts, config, thread) if weights is None else weights
         self.max_positions = max_positions_of(model)
-        self._matrix_bytes, shapes = matrix_bytes(model), _shapes_of(facts, config, self.max_positions)
+        self._matrix_bytes = matrix_bytes(model)
+        shapes = _shapes_of(facts, config, self.max_positions)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
         self.state = RunnerState(facts, config, self.max_positions, room.pages, states)
         self.pool = self.state.pool
@@ -135,11 +136,9 @@ class ModelRunner:
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
         self._planner = _planner_of(self.state, room, shapes)
-        self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
-        simplest, table = self._planner.schedules[0], self.state.step_table
-        dispatcher = Dispatcher(table, simplest, shapes.spare)
+        dispatcher = Dispatcher(self.state.step_table, self._planner.schedules[0], shapes.spare)
         self.decode_buffers = DecodeBuffers(self.state, self.graph_manager, self._planner)
         self.steps = Steps(self.state, self.graph_manager, dispatcher, self.decode_buffers)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
@@ -191,7 +190,7 @@ class ModelRunner:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.wants if batch.taps or drafting is not None else ())
+        wanted = persistent.step_for(rows, batch.wants if batch.taps else (), drafting)
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
@@ -218,9 +217,9 @@ class ModelRunner:
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
         """Return whether one launch can run ``decode`` and ``extend``, whose rows are not yet grown."""
         queries = [1] * len(decode) + [len(extension.ids) for extension in extend]
-        rows = [*decode, *_rows(extend)]
+        rows = [*decode, *rows_of(extend)]
         lengths = [row.length_at_most + count for row, count in zip(rows, queries, strict=True)]
-        return bool(decode and extend) and self.prefill.is_one_launch(queries, lengths)
+        return bool(decode and extend) and self.prefill.shapes.is_one_launch(queries, lengths)
 
     @property
     def mixing_may_pay(self) -> bool:
@@ -232,20 +231,20 @@ class ModelRunner:
         if not self.mixing_may_pay:
             return False
         queries = [len(extension.ids) for extension in extend]
-        alone, together = (self.prefill.tokens_computed(of) for of in (queries, [1] * len(decode) + queries))
+        alone, together = (self.prefill.shapes.tokens_computed(of) for of in (queries, [1] * len(decode) + queries))
         kept = sum(row.length_at_most for row in decode) * self._token_bytes
         return MixedStep(self._matrix_bytes, alone, together, kept).pays
 
     def _as_one_launch(self, batch: Batch) -> Batch:
         """Return the batch with its decoding rows as rows of the prefill, with one new token each."""
-        self.state.slots.ensure([*batch.decode, *_rows(batch.extend)])
+        self.state.slots.ensure([*batch.decode, *rows_of(batch.extend)])
         _check_next(batch.decode)
         return batch._replace(decode=(), extend=[*map(Extension.of_next, batch.decode), *batch.extend])
 
     def _extend(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         if batch.mixed:
             batch = self._as_one_launch(batch)
-        rows, ending = _rows(batch.extend), _rows([extension for extension in batch.extend if extension.is_last])
+        rows, ending = rows_of(batch.extend), rows_of([extension for extension in batch.extend if extension.is_last])
         persistent.invalidate_rows(rows)
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent) if batch.decode else None
@@ -254,7 +253,9 @@ class ModelRunner:
             self.state.slots.ensure(rows)
             persistent.deferred.begin(ending, batch.taps)
             try:
-                logits, tokens, _ = self.prefill.run(batch.extend, exact=persistent.exact, taps=batch.taps)
+                logits, tokens, _ = self.prefill.run(
+                    batch.extend, exact=persistent.exact, taps=batch.taps, pooling=batch.pooling
+                )
             except BaseException:
                 if batch.mixed:  # it may have sampled tokens of rows that go on
                     persistent.discard_after_failure(rows)
@@ -279,7 +280,7 @@ class ModelRunner:
         # ``keep`` is ``[L]`` ascending, the packed tokens whose logits are wanted, None for the last of each row.
         # OutOfPagesError as ``run``.
         self.graph_manager.cuda_graphs.adopt()
-        rows = _rows(extensions)
+        rows = rows_of(extensions)
         with self._grown_by(extensions, promise):
             logits = self.prefill.run(extensions, keep, remember=False, exact=True, taps=taps).logits
         self.state.slots.forget_next(rows)
@@ -331,7 +332,7 @@ class ModelRunner:
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:
         """Grow rows by their new tokens for the block, and once it has succeeded, set their positions."""
-        rows, counts = _rows(extensions), [len(extension.ids) for extension in extensions]
+        rows, counts = rows_of(extensions), [len(extension.ids) for extension in extensions]
         sync_lengths(rows)
         self._check_positions(rows, counts)
         with grown(rows, counts, promise, self.state.copy_pages):
@@ -395,7 +396,7 @@ class ModelRunner:
         wait_for_device(self.device)
         self.graph_manager.release()
         self.steps.sampling_graphs.release()
-        self.prefill.brought_room.release()
+        self.prefill.packer.extra_memory.release()
         self.state.release()
         self._planner.release()
         self.parts.clear()
@@ -433,7 +434,7 @@ class ModelRunner:
 
     @property
     def _buffer_bytes(self) -> int:
-        parts = self.decode_buffers, self.steps.sampling_graphs, self.prefill.brought_room
+        parts = self.decode_buffers, self.steps.sampling_graphs, self.prefill.packer.extra_memory
         return self.state.buffer_bytes + sum(part.nbytes for part in parts)
 
     def memory(self) -> dict[str, int]:
@@ -478,7 +479,7 @@ def _planner_of(state: RunnerState, room: PrefillRoom, shapes: CapturedShapes) -
         spec.planned(geometry) if layer.kind.has_plan(chosen) else None
         for layer, spec, geometry in zip(facts.layers, state.specs, geometries, strict=False)
     ]
-    return Planner(
+    planner = Planner(
         specs,
         config,
         state.device,
@@ -487,6 +488,8 @@ def _planner_of(state: RunnerState, room: PrefillRoom, shapes: CapturedShapes) -
         shapes=shapes.all() if config.captures_on(kind) else [],
         expands=None if config.batch_invariant else facts.expands,  # decode steps absorb, so prefills do
     )
+    planner.load()
+    return planner
 
 
 def _shapes_of(facts: ModelFacts, config: WrapConfig, max_positions: int) -> CapturedShapes:
@@ -494,7 +497,3 @@ def _shapes_of(facts: ModelFacts, config: WrapConfig, max_positions: int) -> Cap
     weights = weights_of_a_layer(facts.model, len(facts.layers))
     query_width = sum(layer.query_heads * layer.head_dim for layer in facts.layers) // len(facts.layers)
     return CapturedShapes(config.max_batch_size, weights, max_positions, config.prefill_tokens, query_width)
-
-
-def _rows(extensions: Sequence[Extension]) -> list[Row]:
-    return [cast(Row, extension.row) for extension in extensions]

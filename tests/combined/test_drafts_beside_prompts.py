@@ -11,7 +11,8 @@ import pytest
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop, Mixed
-from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.prefill.launches import PrefillLaunches
+from compiled_llm.execution.prefill.packing import Chunk
 from compiled_llm.requests.outputs import RequestOutput
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, wrapped
 from support.execution.drafters import let_sizes_turn
@@ -62,13 +63,13 @@ def test_prompts_with_hidden_states_run_beside_drafts(seed: int, monkeypatch: py
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: True))
     let_sizes_turn(monkeypatch)
     wanted: list[tuple[str, ...]] = []
-    make_ready = Prefill.make_ready
+    make_ready = PrefillLaunches.make_ready
 
-    def noting(self: Prefill, *args: Any, **options: Any) -> None:
-        wanted.append(options["wants"])
-        make_ready(self, *args, **options)
+    def noting(self: PrefillLaunches, like: Chunk, **options: Any) -> None:
+        wanted.append(like.wants)
+        make_ready(self, like, **options)
 
-    monkeypatch.setattr(Prefill, "make_ready", noting)
+    monkeypatch.setattr(PrefillLaunches, "make_ready", noting)
     prompts = np.random.default_rng(seed).integers(3, 90, (4, 9)).tolist()
     found = []
     with Engine(wrapped(max_batch_size=8), max_num_seqs=8, speculative_config=NGRAMS) as engine:

@@ -16,11 +16,9 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 MADE_FOR = {"model": "a.B", "rows": 8, "option mode": "cuda-graphs"}
 
 steps = st.builds(
-    StepKey,
+    StepKey.numbered,
     st.sampled_from(["decode", "prefill", "sampling"]),
     *[st.integers(0, 5000) for _ in range(3)],
-    wants=st.just(()),
-    brought=st.just(""),
 )
 uses = st.dictionaries(steps, st.integers(1, 10**9))
 profiles = st.builds(Profile, st.just(MADE_FOR), uses, st.integers(0, 100))

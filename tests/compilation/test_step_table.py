@@ -52,7 +52,7 @@ def replayed(entry: StepEntry[Any]) -> StepOutputs:
 
 
 def size_of(key: StepKey) -> tuple[int, ...]:
-    return key.tokens, key.rows, -key.schedule
+    return key.tokens, key.rows, -key.variant
 
 
 def is_decode_of(key: StepKey, new_tokens: int) -> bool:
@@ -284,7 +284,9 @@ class Machine(RuleBasedStateMachine):
         assert {key: entry.losses for key, entry in self.table.entries.items() if entry.losses} == +self.losses
         table = self.table.table()
         assert {row.state for row in table} <= set(get_args(StepState))
-        assert all(row.state == self.states[StepKey(row.phase, row.tokens, row.rows, row.variant)] for row in table)
+        assert all(
+            row.state == self.states[StepKey.numbered(row.phase, row.tokens, row.rows, row.variant)] for row in table
+        )
         assert sum(row.failures for row in table) == self.failures.total()
         assert all(row.captures or row.failures for row in table), "what was never to be captured is not shown"
         assert (table.nbytes, table.shared_bytes, table.ready) == (self.table.nbytes, self.shared, len(self.used))

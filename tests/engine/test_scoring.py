@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.logprobs import prompt_launches
+from compiled_llm.execution.prefill.launches import PrefillLaunches
 from compiled_llm.execution.prefill.packing import token_count
-from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
@@ -163,12 +163,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Tokens, rows and logits of each launch of prompts from now on."""
     found: list[tuple[int, int, int]] = []
 
-    def noted(self: Prefill, chunk: Any, keep: Any, *others: Any) -> Any:
-        found.append((token_count(chunk), len(chunk), len(keep)))
-        return run(self, chunk, keep, *others)
+    def noted(self: PrefillLaunches, chunk: Any, exact: bool) -> Any:
+        found.append((token_count(chunk.rows), len(chunk.rows), len(chunk.keep)))
+        return run(self, chunk, exact)
 
-    run = Prefill._run_chunk
-    monkeypatch.setattr(Prefill, "_run_chunk", noted)
+    run = PrefillLaunches.run
+    monkeypatch.setattr(PrefillLaunches, "run", noted)
     return found
 
 

@@ -28,7 +28,7 @@ from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.regions import attentions_in
 from compiled_llm.config import OWN_BACKENDS
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill.packing import null_extension, pack, padded
+from compiled_llm.execution.prefill.packing import NO_ROWS, null_extension, pack, padded
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kinds.full import Full
 from compiled_llm.kinds.kind import Layer
@@ -480,9 +480,7 @@ def test_what_is_not_captured_is_planned_for_its_own_batch(
         [GEOMETRY], config, torch.device("cpu"), max_row_tokens=40, room=PrefillRoom(64, 3, 0), shapes=[shape]
     )
     one = null_extension(5, 4)
-    planner.plan_prefill(
-        pack(padded([one], shape, 4), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), 4)[1], shape
-    )
+    planner.plan_prefill(pack(NO_ROWS._replace(rows=padded([one], shape, 4)), 4)[1], shape)
     assert found == [planned]
     assert planner.schedules == (0,)
     assert planner.schedule_for([5], [5]) == 0

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from compiled_llm import OutOfPagesError
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.prefill.launches import PrefillLaunches
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.steps.launch import BoundProgram
 from compiled_llm.kvcache.row import Row
@@ -158,9 +159,9 @@ def test_a_mixed_step_of_a_model_that_has_changed_is_replayed_only_if_it_can_run
     """What a running row feeds in is kept for that; what its penalties have counted is not, so guards come first."""
     let_a_cpu_capture(monkeypatch)
     ran: list[str] = []
-    replay, launch = StandIn.launch, Prefill._launch
+    replay, launch = StandIn.launch, PrefillLaunches._launch
     monkeypatch.setattr(StandIn, "launch", lambda self: ran.append("replayed") or replay(self))
-    monkeypatch.setattr(Prefill, "_launch", lambda self, inputs: ran.append("launched") or launch(self, inputs))
+    monkeypatch.setattr(PrefillLaunches, "_launch", lambda self, inputs: ran.append("launched") or launch(self, inputs))
     batches = Batches(mode="compile", kv_memory="300 tokens")
     row, *others = (batches.admit(ids_of(4 + at, seed), False, penalised and not at) for at in range(3))
     batches.run(extend=[Extension.of(row, ids_of(4, seed))])

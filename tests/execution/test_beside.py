@@ -25,7 +25,6 @@ from compiled_llm.compilation.graphs.step_table import ATTEMPTS, StepTable
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.pipeline import Pipeline
 from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
-from compiled_llm.execution.steps.launch import BoundProgram
 from compiled_llm.kvcache.row import Row
 from support.execution.model_changes import other_attribute
 from support.execution.stand_in_cuda_graphs import (
@@ -395,24 +394,6 @@ def one_slice(self: StandInGraphCapture, ended: Callable[[], bool]) -> None:
     self._left -= 1
     if not self._left:
         self.finish()
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To time tilings, Inductor waits for the whole device, which CUDA refuses while anything is captured."""
-    model, underway = compiled_llm.wrap(one_layer(), mode="eager", **OPTIONS), []
-    generate_loop = runner_of(model, exact=True)
-    note_calls(monkeypatch, BoundProgram, "__call__", lambda _: underway.append(len(StandInGraphCapture.late)))
-    generate_loop.admit(prompt_of(9), LONGEST)
-    while not StandInGraphCapture.late:
-        generate_loop.admit(prompt_of(20), LONGEST)
-        generate_loop.step()
-    monkeypatch.setattr(StandInGraphCapture, "slices", 1)
-    underway.clear()
-    model.compiled.warmup(4)
-    assert underway
-    assert not any(underway)
-    generate_loop.close()
 
 
 @pytest.mark.whole

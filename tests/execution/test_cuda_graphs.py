@@ -21,8 +21,8 @@ from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
 from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill.launches import PrefillLaunches
 from compiled_llm.execution.prefill.packing import token_count
-from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
@@ -299,7 +299,7 @@ CUT = [([33, 32], [64, 1]), ([16] * 8, [64, 64]), ([150], [64, 64, 22]), ([3, 90
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let no shape hold more than 64 tokens, and note the tokens of each launch of a prefill, without padding."""
     monkeypatch.setattr(captured_shapes, "CAPTURED_TOKENS", (16, 32, 64))
-    return note_calls(monkeypatch, Prefill, "_run_chunk", lambda self, chunk, *_: token_count(chunk))
+    return note_calls(monkeypatch, PrefillLaunches, "run", lambda self, chunk, *_: token_count(chunk.rows))
 
 
 def test_a_prefill_that_no_shape_holds_runs_in_captured_ones(small_shapes, seed, monkeypatch) -> None:
@@ -337,7 +337,7 @@ def test_an_engine_cuts_prefills_and_mixes_what_is_one_launch(small_shapes, seed
         handles = [engine.submit(ids, SamplingParams(temperature=0, max_tokens=6)) for ids in prompts]
         assert [handle.result().token_ids for handle in handles] == [alone(reference, ids, 6) for ids in prompts]
     assert max(small_shapes) <= 64
-    is_one_launch = model.compiled.model_runner().prefill.is_one_launch
+    is_one_launch = model.compiled.model_runner().prefill.shapes.is_one_launch
     assert is_one_launch([1, 63], [10, 63])
     assert not is_one_launch([1, 64], [10, 64])
     assert_account_is_empty(model)

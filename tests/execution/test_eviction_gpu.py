@@ -55,12 +55,12 @@ def taken() -> int:
 
 def record(model_runner: ModelRunner, number: int) -> None:
     """Have one more decode step or prefill captured, unless it is."""
-    shapes = [shape for rows in (1, 4) for shape in model_runner.prefill.captured_shapes(rows)[:8]]
+    shapes = [shape for rows in (1, 4) for shape in model_runner.prefill.shapes.of_rows(rows)[:8]]
     decodes = [StepKey.decode(bucket) for bucket in (1, 2, 4, 8, 16, 17)]
     if number % 2:
         model_runner.thread.call(model_runner.steps.ready, decodes[number // 2 % len(decodes)])
     else:
-        model_runner.thread.call(model_runner.prefill.capture_shapes, [shapes[number // 2 % len(shapes)]])
+        model_runner.thread.call(model_runner.prefill.launches.capture_shapes, [shapes[number // 2 % len(shapes)]])
 
 
 def test_memory_is_flat_over_a_thousand_cuda_graphs(wrapped: Callable[..., PreTrainedModel], seed: int) -> None:

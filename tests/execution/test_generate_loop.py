@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import OutOfPagesError
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.prefill.launches import PrefillLaunches
 from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
@@ -248,7 +248,7 @@ def test_an_exception_inside_a_decode_step_leaves_lengths_and_account(error, mod
 def test_an_exception_inside_a_prefill_leaves_the_prompt_waiting(model, generate_loop, monkeypatch):
     row = generate_loop.admit([3, 4, 5], 9)
     available = model.compiled.model_runner().pool.available
-    fail_once(monkeypatch, Prefill, "_launch", MemoryError("in the prefill"), after=1)
+    fail_once(monkeypatch, PrefillLaunches, "_launch", MemoryError("in the prefill"), after=1)
     with pytest.raises(MemoryError):
         generate_loop.step()
     assert (row.exact_length, row.exact_position, row.pages) == (0, 0, [])

@@ -46,7 +46,7 @@ def wrapped(mode: Any = "eager", **options: Any) -> PreTrainedModel:
 
 def ready_in(model: PreTrainedModel) -> set[StepKey]:
     rows = model.compiled.cuda_graphs.rows
-    return {StepKey(row.phase, row.tokens, row.rows, row.variant) for row in rows if row.ready}
+    return {StepKey.numbered(row.phase, row.tokens, row.rows, row.variant) for row in rows if row.ready}
 
 
 def rewritten(path: Path, **uses: Any) -> None:
@@ -190,7 +190,7 @@ def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_pa
 def test_a_profile_names_only_steps_that_can_be_prepared_ahead():
     prepared: dict[StepKey | str, int] = {StepKey.decode(4): 2, StepKey.prefill(16, 2): 1, StepKey.sampling(4, True): 5}
     assert used_steps(prepared | {StepKey.decode(4, 2): 3, PREFILL_EMBEDDED: 1}) == prepared
-    guessing = StepKey.decode(2, 8)._replace(wants=("accepted of ngram",))
+    guessing = StepKey.decode(2, 8)._replace(drafter="ngram")
     assert used_steps({guessing: 5, StepKey.decode(2): 1}) == {StepKey.decode(2): 6}
 
 
@@ -206,12 +206,13 @@ class FakeDevice:
         self.sizes, self.choices, self.rest = sizes, [], 0
         self.state = SimpleNamespace(step_table=self.table, sharing=None)
         self.config = SimpleNamespace(max_batch_size=8)
-        self.prefill, self.steps, self.thread = self, self, self
+        self.prefill = SimpleNamespace(shapes=self, launches=self)
+        self.steps, self.thread = self, self
 
     def call(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
-    def all_shapes(self) -> list[StepKey]:
+    def all(self) -> list[StepKey]:
         return SHAPES
 
     def is_ready(self, step: StepKey) -> bool:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.prefill import prefill
+from compiled_llm.execution.prefill import launches, shapes
 from support.execution.replaying import replayed
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture, one_layer, uncompiled
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
-CALLS = prefill._SEEN + 3
+CALLS = launches._SEEN + 3
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_logits_are_huggingfaces_before_and_after_the_capture(lengths, seed, mon
     for ours, theirs in kept:  # no call has overwritten what another returned
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     ((_, replays),) = captured(model, "scoring").items()
-    assert replays == CALLS - prefill._SEEN
+    assert replays == CALLS - launches._SEEN
     assert_account_is_empty(model)
 
 
@@ -90,7 +90,7 @@ def test_few_of_many_logits_are_not_computed_for_all(seed, monkeypatch):
 
 
 def test_no_more_is_captured_than_logits_may_take(seed, monkeypatch):
-    monkeypatch.setattr(prefill, "_tokens_in", lambda state, part, nbytes: 32)
+    monkeypatch.setattr(shapes, "_tokens_in", lambda state, part, nbytes: 32)
     model = uncompiled(monkeypatch)
     for lengths in ([20], [60]) * CALLS:
         logits_of(model, mixed_prompts(lengths, 128, seed))
@@ -108,4 +108,4 @@ def test_within_a_budget_they_make_room_for_answers(seed, monkeypatch):
     assert len([row for row in graphs if row.state == "ready"]) <= 4
     scoring = [row for row in graphs if row.phase == "scoring"]
     assert any(row.captures for row in scoring)
-    assert all(row.misses >= prefill._SEEN * row.captures for row in scoring), "an evicted one is not captured at once"
+    assert all(row.misses >= launches._SEEN * row.captures for row in scoring), "an evicted one is not captured at once"

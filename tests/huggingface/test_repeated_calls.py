@@ -16,7 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import compiled_llm
 from compiled_llm.compilation.graphs.table import CudaGraphTable
-from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.prefill.launches import PrefillLaunches
 from support.execution.stand_in_cuda_graphs import finish_all, let_captures_be_late, one_layer, uncompiled
 from support.noting import note_calls, note_decode_steps
 from support.parity import alone, greedy, mixed_prompts
@@ -35,7 +35,7 @@ def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of prefills and the buckets of decode steps that have run."""
     ran = note_decode_steps(monkeypatch)
-    note_calls(monkeypatch, Prefill, "_run_shape", lambda self, launch, *_: ran.append(launch.key))
+    note_calls(monkeypatch, PrefillLaunches, "_run_padded", lambda self, launch, *_: ran.append(launch.key))
     return ran
 
 

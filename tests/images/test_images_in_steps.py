@@ -18,7 +18,7 @@ from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM as ENCODER
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.engine.images.shown_step import PROGRAM
-from compiled_llm.execution.prefill.brought_room import BroughtRoom
+from compiled_llm.execution.prefill.extra_memory import ExtraMemory
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.execution.stand_in_cuda_graphs import NoGuards, StandInGraphCapture, let_a_cpu_capture
@@ -154,10 +154,10 @@ def test_launches_with_pictures_are_captured_and_replayed_as_those_of_text(famil
             for parts in prompts:
                 assert_answers(engine, family, parts)
         table = model.compiled.model_runner().state.step_table
-        shown = [entry for key, entry in table.entries.items() if key.brought == PROGRAM.name]
+        shown = [entry for key, entry in table.entries.items() if key.program == PROGRAM.name]
         assert sum(entry.replays for entry in shown) >= 4
-        assert model.compiled.model_runner().prefill.brought_room.nbytes
-        assert not any(key.brought for key in table.at_once("prefill"))
+        assert model.compiled.model_runner().prefill.packer.extra_memory.nbytes
+        assert not any(key.program for key in table.runnable("prefill"))
     assert_account_is_empty(model)
 
 
@@ -174,9 +174,9 @@ def test_after_a_warmup_first_pictures_are_replayed_and_so_they_are_after_sleep(
         engine.warmup(2)
         for _ in range(2):
             runner = model.compiled.model_runner()
-            shown = [key for key in runner.state.step_table.of("prefill") if key.brought]
+            shown = [key for key in runner.state.step_table.of("prefill") if key.program]
             assert shown
-            assert {key.brought for key in shown} == {PROGRAM.name}
+            assert {key.program for key in shown} == {PROGRAM.name}
             assert_answers(engine, family, (5, CAT, 7))
             assert sum(runner.state.step_table.entries[key].replays for key in shown) == 1
             assert EncoderGraphs.of(runner).replays == 1
@@ -194,14 +194,14 @@ def test_after_a_warmup_first_pictures_are_replayed_and_so_they_are_after_sleep(
 
 def test_a_replay_over_pictures_of_an_earlier_launch_would_be_found(monkeypatch):
     let_a_cpu_capture(monkeypatch)
-    fill, filled = BroughtRoom.filled, list[Any]()
+    fill, filled = ExtraMemory.filled, list[Any]()
 
-    def only_first(room: BroughtRoom, brought: Any, *sizes: int) -> Any:
+    def only_first(room: ExtraMemory, extra: Any, *sizes: int) -> Any:
         if not filled:
-            filled.append(fill(room, brought, *sizes))
-        return filled[0] if filled[0].shown.shape == brought.shown.shape else brought
+            filled.append(fill(room, extra, *sizes))
+        return filled[0] if filled[0].shown.shape == extra.shown.shape else extra
 
-    monkeypatch.setattr(BroughtRoom, "filled", only_first)
+    monkeypatch.setattr(ExtraMemory, "filled", only_first)
     with Engine(seeing(QWEN), images_in_steps=True, prefix_cache=False) as engine:
         prompts = [(5, Picture(number, wide=True), 7, 8) for number in range(4)]
         answers = [engine.submit(prompt_of(QWEN, *parts), greedy(20)).result(PATIENCE).outputs[0] for parts in prompts]

@@ -69,7 +69,7 @@ class Profile:
 
     def _encoded(self) -> bytes:
         names = ("phase", *_NUMBERS)  # none of them gives hidden states
-        steps = [dict(zip(names, (*step[:4], uses), strict=True)) for step, uses in self.by_use]
+        steps = [dict(zip(names, (*step.numbers, uses), strict=True)) for step, uses in self.by_use]
         fields = {"format": FORMAT, "made_for": dict(self.made_for), "embeddings": self.embeddings, "steps": steps}
         return json.dumps(fields, indent=1).encode() + b"\n"
 
@@ -81,7 +81,7 @@ class Profile:
     @property
     def structured(self) -> bool:
         """Whether tokens were sampled under grammars."""
-        return any(step.phase == "sampling" and step.schedule > 0 for step in self.uses)
+        return any(step.masked for step in self.uses)
 
     def check(self, here: MadeFor) -> None:
         """Raise ValueError, with the differences, if it is of a model or options with other sizes."""
@@ -103,8 +103,8 @@ class Profile:
 def _use(row: Any) -> tuple[StepKey, int]:
     if row["phase"] not in get_args(Phase):
         raise ValueError
-    tokens, rows, schedule, uses = (_count(row[name]) for name in _NUMBERS)
-    return StepKey(row["phase"], tokens, rows, schedule), uses
+    tokens, rows, variant, uses = (_count(row[name]) for name in _NUMBERS)
+    return StepKey.numbered(row["phase"], tokens, rows, variant), uses
 
 
 def _count(number: Any) -> int:

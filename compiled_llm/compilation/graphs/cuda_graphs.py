@@ -244,7 +244,7 @@ class CudaGraphs:
 
     def _outputs_of(self, key: StepKey) -> SharedOutputs | None:
         """Return where a step leaves its outputs; None if its graph has its own."""
-        name = "all logits" if key.phase == "scoring" else "pooled" if key.pools else "logits"
+        name = "all logits" if key.phase == "scoring" else "pooled" if key.pooling else "logits"
         return self._outputs.get(name)
 
     def _shared_bytes(self) -> int:

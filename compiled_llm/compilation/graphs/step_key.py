@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Phase = Literal["decode", "prefill", "scoring", "sampling"]
 """A decode step; a prefill; one that gives all tokens' logits and samples none; or a sampling made later."""
 STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")  # those that run the model
 
-ACCEPTED = "accepted"
-"""How a want begins that is no output of the model: of each row's new tokens the device decides how many count."""
-
-POOLED = "pooled"
-"""How a want begins that stands in place of logits: the step gives other numbers of tokens, and samples none."""
+Pooling = Literal["", "state", "scores"]
+"""In place of logits and tokens: nothing, each prompt's last hidden state, or the scores of a classifier's head."""
 
 
 class StepKey(NamedTuple):
@@ -24,15 +20,17 @@ class StepKey(NamedTuple):
     # how many of them sample a token, or could, padding included. A prefill has one row more, whose tokens, if any are
     # missing, fill up ``tokens``
     rows: int
-    # of a prefill how the backend divides it among thread blocks, which only the backend understands; of a sampling 1
-    # if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0
-    schedule: int = 0
+    schedule: int = 0  # of a prefill how the backend divides it among thread blocks, which only the backend understands
+    shares: bool = False  # whether it is a decode step that reads pages which rows share once
+    masked: bool = False  # whether it is a sampling that writes masks first
     wants: tuple[str, ...] = ()  # outputs of the model that it gives besides logits, by HuggingFace's names
-    brought: str = ""  # of a prefill whose rows bring more than ids, the name of the program that reads it
+    drafter: str = ""  # who proposes drafts in a decode step, of which the device decides how many count
+    pooling: Pooling = ""  # of a prefill
+    program: str = ""  # of a prefill whose rows have extra inputs, the name of the program that reads them
 
     @classmethod
     def decode(cls, rows: int, new_tokens: int = 1, shares: bool = False) -> StepKey:
-        return cls("decode", rows * new_tokens, rows, int(shares))
+        return cls("decode", rows * new_tokens, rows, shares=shares)
 
     @classmethod
     def prefill(cls, tokens: int, rows: int, schedule: int = 0) -> StepKey:
@@ -40,7 +38,26 @@ class StepKey(NamedTuple):
 
     @classmethod
     def sampling(cls, rows: int, masked: bool) -> StepKey:
-        return cls("sampling", rows, rows, int(masked))
+        return cls("sampling", rows, rows, masked=masked)
+
+    @classmethod
+    def numbered(cls, phase: Phase, tokens: int, rows: int, variant: int) -> StepKey:
+        """Return the key of a plain step by the numbers that reports and profiles have."""
+        if phase == "decode":
+            return cls(phase, tokens, rows, shares=variant > 0)
+        if phase == "sampling":
+            return cls(phase, tokens, rows, masked=variant > 0)
+        return cls(phase, tokens, rows, variant)
+
+    @property
+    def numbers(self) -> tuple[Phase, int, int, int]:
+        """Those of ``numbered``."""
+        return self.phase, self.tokens, self.rows, self.variant
+
+    @property
+    def variant(self) -> int:
+        """Of a prefill its schedule, of other steps 1 if they share pages or write masks."""
+        return self.schedule or int(self.shares or self.masked)
 
     @property
     def outputs(self) -> tuple[int, int]:
@@ -58,25 +75,16 @@ class StepKey(NamedTuple):
         return self.tokens // self.rows
 
     @property
-    def shares(self) -> bool:
-        """Whether it is a decode step that reads pages which rows share once."""
-        return self.phase == "decode" and self.schedule > 0
+    def purpose(self) -> tuple[object, ...]:
+        """Whatever it is for besides logits and tokens after token ids; steps are padded to those of one purpose."""
+        return self.wants, self.drafter, self.pooling, self.program
 
     @property
-    def pools(self) -> bool:
-        """Whether the step gives something in place of logits."""
-        return pools(self.wants)
-
-    @property
-    def accepts(self) -> bool:
-        """Whether the step feeds in guesses, of which the device decides how many count."""
-        return any(want.startswith(ACCEPTED) for want in self.wants)
+    def is_plain(self) -> bool:
+        """Whether it reads token ids, and gives logits and tokens."""
+        return not any(self.purpose)
 
     def __str__(self) -> str:
-        wants = "".join(f", {want}" for want in (*self.wants, *filter(None, [self.brought])))
-        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, schedule={self.schedule}{wants}"
-
-
-def pools(wants: Sequence[str]) -> bool:
-    """Return whether a step that is to give these outputs gives one of them in place of logits."""
-    return any(want.startswith(POOLED) for want in wants)
+        more = [*self.wants, self.drafter, self.pooling, self.program]
+        for_more = "".join(f", {name}" for name in filter(None, more))
+        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, schedule={self.variant}{for_more}"

@@ -95,8 +95,8 @@ class StepEntry(Generic[KeptT]):
 
     def row(self) -> CudaGraphRow:
         return CudaGraphRow(
-            *self.key[:4],
-            states=bool(self.key.wants),
+            *self.key.numbers,
+            states=bool(self.key.wants or self.key.pooling),
             state=self.state,
             nbytes=self.nbytes if self.state == "ready" else 0,
             captures=self.captures,
@@ -114,7 +114,7 @@ class StepTable:
     """The steps of a model, each in one state. If they are bounded, the least recently used graphs make room.
 
     Attributes:
-        at_best: the state of a step that runs at once: ready, or compiled if nothing is captured.
+        runnable_state: the state of a step that runs at once: ready, or compiled if nothing is captured.
         anchors: of each phase, those in which all others can run, the most important first; they go last. Of decode,
             those of one new token a row; of several, steps of as many rows are anchors, too.
         pending: whether a graph may be to capture or to release between steps; who has seen to it says that none is.
@@ -133,7 +133,7 @@ class StepTable:
     ) -> None:
         """Begin without graphs; ``wait`` waits until launched work has ended, ``mark`` what tells whether it has."""
         self.budget = budget
-        self.at_best: StepState = "ready" if captures else "compiled"
+        self.runnable_state: StepState = "ready" if captures else "compiled"
         self.model_checks = 0
         self.shared: Counter[str] = Counter()
         self.anchors: dict[Phase, list[StepKey]] = {"decode": [], "prefill": []}
@@ -163,12 +163,12 @@ class StepTable:
         """Return the steps that have CUDA graphs."""
         return [entry.key for entry in self._ready if entry.key.phase in phases]
 
-    def at_once(self, phase: Phase, shares: bool = False) -> list[StepKey]:
+    def runnable(self, phase: Phase, shares: bool = False) -> list[StepKey]:
         """Return the steps that run at once, smallest first; any thread may ask."""
         # Of decode those of one new token, which any rows can run in: without the ones that give more than logits, or
         # read shared pages once unless these ``shares`` are wanted, too; of prefills those that read ids.
-        keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
-        plain = [key for key in keys if key.phase == phase and not (key.wants or key.brought) and key.shares <= shares]
+        keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.runnable_state]
+        plain = [key for key in keys if key.phase == phase and key.is_plain and key.shares <= shares]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property
@@ -330,7 +330,7 @@ class StepTable:
         """Return the anchors; of prefills, or decode steps of as many new tokens, that have none, the largest."""
         alike: defaultdict[tuple[Phase, int, str], list[StepKey]] = defaultdict(list)
         for key in (*self.of("decode", "prefill"), new):
-            alike[key.phase, key.new_tokens_per_row if key.phase == "decode" else 0, key.brought].append(key)
+            alike[key.phase, key.new_tokens_per_row if key.phase == "decode" else 0, key.program].append(key)
         anchors = {like: [key for key in keys if self._rank(key) < math.inf] for like, keys in alike.items()}
         return [key for like, keys in alike.items() for key in anchors[like] or [max(keys, key=_size)]]
 
@@ -402,4 +402,4 @@ def _used(entry: StepEntry[Any]) -> float:
 
 
 def _size(key: StepKey) -> tuple[int, int, int]:
-    return key.tokens, key.rows, -key.schedule
+    return key.tokens, key.rows, -key.variant

@@ -13,6 +13,7 @@ from compiled_llm.engine.images.shown import nothing_shown
 from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.execution.lifecycle.warmup import Report, quiet
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.packing import NO_ROWS
 from compiled_llm.model.facts import ModelFacts
 
 _FAMILIES = frozenset(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"))
@@ -51,8 +52,8 @@ def prepare(model_runner: ModelRunner, report: Report = quiet) -> None:
     report("preparing prompts with pictures")
     if (encoder := own_encoder(facts.model, model_runner)) is not None:
         thread.call(_prepare_encoder, encoder, facts)
-    thread.call(prefill.make_ready, brought=nothing_shown(model_runner, facts))
-    thread.call(prefill.capture_anchors, PROGRAM.name)  # those that launches since have made room for, too
+    thread.call(prefill.launches.make_ready, NO_ROWS._replace(extra=nothing_shown(model_runner, facts)))
+    thread.call(prefill.launches.capture_anchors, PROGRAM.name)  # those that launches since have made room for, too
     model_runner.prepared[PROGRAM.name] = prepare
 
 

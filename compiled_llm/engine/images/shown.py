@@ -1,4 +1,4 @@
-"""The tokens of pictures that a chunk of a prompt brings to a prefill, as an encoder's features."""
+"""The tokens of pictures in a chunk of a prompt, as an encoder's features."""
 
 # Shapes: Q tokens of a chunk, T of a launch, K of them of pictures, N tokens of pictures that have features, A axes of
 # positions, F layers with features of their own, C hidden size.
@@ -30,7 +30,7 @@ _deep_forwards: WeakKeyDictionary[Programs, Forward] = WeakKeyDictionary()
 
 
 class ShownTokens(NamedTuple):
-    """What a chunk brings."""
+    """The extra inputs of a chunk."""
 
     positions: NDArray[np.int64]  # ``[A, Q]``, rotary positions
     places: NDArray[np.int64]  # ``[K]`` ascending, which of the Q tokens are those of pictures
@@ -48,26 +48,24 @@ class ShownTokens(NamedTuple):
         """They come as often as text."""
         return True
 
-    def of(self, start: int, stop: int) -> ShownTokens:
+    def slice(self, start: int, stop: int) -> ShownTokens:
         """Return that of tokens ``start`` to ``stop``."""
         first, last = np.searchsorted(self.places, (start, stop)).tolist()
         places, numbers = self.places[first:last] - start, self.numbers[first:last]
         return ShownTokens(self.positions[:, start:stop], places, self.features, numbers, self.forward)
 
-    def of_none(self) -> ShownTokens:
+    def empty(self) -> ShownTokens:
         """Return that of no tokens."""
         features = self.features.new_empty(len(self.features), 0, self.features.shape[2])
         none = np.zeros(0, dtype=np.int64)
         return ShownTokens(self.positions[:, :0].copy(), none, features, none, self.forward)
 
-    def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> ShownInputs:
+    def pack(self, chunk: Sequence[Extension], staging: Staging) -> ShownInputs:
         """Return what the step reads of packed rows, some of which have pictures."""
         counts = [len(extension.ids) for extension in chunk]
         starts, tokens = np.cumsum([0, *counts[:-1]]), sum(counts)
         shown = [
-            (start, own.brought)
-            for start, own in zip(starts, chunk, strict=True)
-            if isinstance(own.brought, ShownTokens)
+            (start, own.extra) for start, own in zip(starts, chunk, strict=True) if isinstance(own.extra, ShownTokens)
         ]
         places = np.concatenate([start + own.places for start, own in shown] or [self.places[:0]])
         mask = np.zeros(tokens, dtype=bool)
@@ -105,6 +103,6 @@ def _spread(features: Tensor, places: Tensor, tokens: int) -> Tensor:
 
 
 def _positions_of(extension: Extension) -> NDArray[np.int64]:
-    if isinstance(extension.brought, ShownTokens):
-        return extension.brought.positions
+    if isinstance(extension.extra, ShownTokens):
+        return extension.extra.positions
     return np.broadcast_to(extension.positions, (AXES, len(extension.positions)))

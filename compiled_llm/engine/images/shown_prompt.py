@@ -51,7 +51,7 @@ class ShownPrompt:
             if last == len(self._runs[number]):
                 del self._features[number]
         forward = forward_for(model_runner, self._facts) if len(features) > 1 else None
-        return extension._replace(brought=ShownTokens(axes, places, features, np.arange(len(places)), forward))
+        return extension._replace(extra=ShownTokens(axes, places, features, np.arange(len(places)), forward))
 
     def _encode(self, numbers: Sequence[int], model_runner: ModelRunner) -> None:
         cache = EncoderCache.of(model_runner)

@@ -59,13 +59,13 @@ def shown_step(
     specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
     """Run packed tokens as ``prefill_step``, those of pictures by their features."""
-    brought = cast(ShownInputs, inputs.brought)
+    extra = cast(ShownInputs, inputs.extra)
     ids = known_ids(inputs.ids, tables)
     embedded = model.get_input_embeddings()(ids)
-    embedded = torch.where(brought.shown[None, :, None], brought.features[None], embedded)
-    read: dict[str, Any] = {"inputs_embeds": embedded, "position_ids": brought.positions[:, None], **asked_of(inputs)}
-    if brought.deep is not None and brought.forward is not None:
-        forward, read = brought.forward, {**read, "deep": brought.deep, "first": inputs.qo_indptr[:1].long()}
+    embedded = torch.where(extra.shown[None, :, None], extra.features[None], embedded)
+    read: dict[str, Any] = {"inputs_embeds": embedded, "position_ids": extra.positions[:, None], **asked_of(inputs)}
+    if extra.deep is not None and extra.forward is not None:
+        forward, read = extra.forward, {**read, "deep": extra.deep, "first": inputs.qo_indptr[:1].long()}
     out = forward_of_packed(model, forward, inputs, pages, specs, ids[0], logits_to_keep=inputs.keep, **read)
     return sampled_after(inputs, tables, out)
 
@@ -86,7 +86,7 @@ def deep_forward(
 
 
 def _runs_shown(inputs: ProgramInputs) -> bool:
-    return isinstance(inputs, PrefillInputs) and isinstance(inputs.brought, ShownInputs)
+    return isinstance(inputs, PrefillInputs) and isinstance(inputs.extra, ShownInputs)
 
 
 PROGRAM = Program("prefill with pictures", _runs_shown, shown_step, prefill_options, on_demand=True)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.compilation.pooling import POOLED_SCORES, POOLED_STATE
+from compiled_llm.compilation.graphs.step_key import Pooling
 from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import EngineTap, PlanTap
-from compiled_llm.execution.batch import Batch, Extension, Tap
+from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
@@ -28,9 +28,8 @@ class PooledLaunches(RunsApart):
     timed = True  # they take about as long as others
     together = True
 
-    def __init__(self, want: str) -> None:
-        self._wanting = Tap()
-        self._wanting.wants = (want,)
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
 
     def run(
         self,
@@ -40,14 +39,14 @@ class PooledLaunches(RunsApart):
         taps: Sequence[PlanTap],
     ) -> Tensor:
         """Run them in one batch, without waiting for it; in the model's executor."""
-        output = model_runner.run(Batch(extend=extensions, taps=[self._wanting]), persistent)
+        output = model_runner.run(Batch(extend=extensions, pooling=self._pooling), persistent)
         if output.rows and output.logits is not None:
             (watch,) = (tap for tap in taps if isinstance(tap, PooledWatch))
             watch.await_vectors(output.rows, output.logits, model_runner)
         return output.tokens
 
 
-STATES, SCORES = PooledLaunches(POOLED_STATE), PooledLaunches(POOLED_SCORES)
+STATES, SCORES = PooledLaunches("state"), PooledLaunches("scores")
 
 
 NAME = "pooling"

@@ -60,7 +60,7 @@ class DecodeStep:
         self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches
         self._read_at = 0  # its ``repeats``
         count, new = len(rows), launch.new_tokens
-        self._new, self._asked, self._accepts = new, launch.key.wants, launch.accepts
+        self._new, self._asked, self._accepts = new, launch.key.wants, bool(launch.key.drafter)
         self._kept = slice(count * new) if count < launch.key.rows else None  # the others are padding's
         self.output = self._of_rows(launch.outputs)
         if self._accepts:
@@ -112,7 +112,7 @@ class DecodeStep:
             if taps:
                 self._deferred_sampling.begin(self.rows, taps)
             outputs = launch()
-            if not launch.replays:
+            if launch.entry is None:
                 self.output = self._of_rows(outputs)
             with deferred():
                 self._accept(self._new) if self._accepts else self._advance()

@@ -176,7 +176,7 @@ class DeferredSampling:
     def _replayed(self, launch: Launch, rows: Sequence[Row], masks: _NewMasks | None) -> StepOutput:
         """Sample by a CUDA graph, which may write the masks, too."""
         self._graphs.place(launch.key.rows, rows)
-        if masks is not None and launch.key.schedule:
+        if masks is not None and launch.key.masked:
             self._graphs.mask(masks[1])
         elif masks is not None:
             self._write_masks(*masks)

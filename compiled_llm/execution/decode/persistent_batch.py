@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import Batch, StepOutput
+from compiled_llm.execution.batch import Batch, Drafting, StepOutput
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.growth import sync_lengths
@@ -60,10 +60,10 @@ class PersistentBatch:
 
     # ---- a step is made
 
-    def step_for(self, rows: Sequence[Row], new_tokens: int = 1, wants: tuple[str, ...] = ()) -> StepKey:
-        """Return the decode step of rows, not yet grown, after the last one, or of several new tokens the smallest."""
-        if new_tokens > 1:
-            return self._steps.step_of_several(len(rows), new_tokens)._replace(wants=wants)
+    def step_for(self, rows: Sequence[Row], wants: tuple[str, ...] = (), drafting: Drafting | None = None) -> StepKey:
+        """Return the decode step of rows, not yet grown, after the last one, or if they draft the smallest."""
+        if drafting is not None:
+            return self._steps.step_of_several(len(rows), drafting.new_tokens)._replace(drafter=drafting.drafter)
         step = self._steps.decode_of(len(rows), self._wanted, self.exact)
         if self._shared_pages is not None:
             self._runs = self._shared_pages.runs(rows)
@@ -163,10 +163,8 @@ class PersistentBatch:
         if self._slots.states is not None and not all(row.states is None or row.states.alternates for row in rows):
             return 0
         if self._buffers.follows_pages:
-            room = min([row.room for row in rows])
-        else:
-            room = min([row.listed * self._page_size - row.length_at_most for row in rows])
-        return min(room, self._longest - max([row.length_at_most for row in rows]))
+            return min([min(row.room, self._longest - row.length_at_most) for row in rows])
+        return min([min(row.listed * self._page_size, self._longest) - row.length_at_most for row in rows])
 
     # ---- rows come and go
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
-from compiled_llm.compilation.graphs.step_key import ACCEPTED, StepKey
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Drafting
 from compiled_llm.execution.drafts.costs import Costs
@@ -70,16 +70,18 @@ class Drafts:
         longest = texts.longest_text  # no row has more to look up; the device counts in int32
         self._lookup = min(settings.prompt_lookup_max, longest), min(settings.prompt_lookup_min, longest)
         self.name = name or "ngram"
-        self._runner, self._wants = model_runner, (wants := (f"{ACCEPTED} of {self.name}",))
+        self._runner = model_runner
         known = model_runner.decode_buffers.drafts
-        if wants not in known:
+        if self.name not in known:
             made = NgramDrafter(texts.tokens, texts.longest, texts.shortest) if drafter is None else drafter(texts)
-            known.setdefault(wants, lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row))
+            known.setdefault(
+                self.name, lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row)
+            )
         costs = Costs(matrix_bytes(model_runner.state.facts.model), model_runner.device.type == "cuda")
         # A step that is repeated tells the device of no limit, so the next one is made anew.
         changed = model_runner.state.validity.invalidate
         self.rule = rule or Rule(self.sizes_at_once, costs, self.most, changed)
-        self._drafting = {new: _Drafting(self, wants, new) for new in NEW_TOKENS}
+        self._drafting = {new: _Drafting(self, new) for new in NEW_TOKENS}
 
     @property
     def sizes(self) -> list[int]:
@@ -94,7 +96,7 @@ class Drafts:
         if runner.config.mode == "eager":
             return self.sizes
         entries = runner.state.step_table.entries
-        alike = {key: entry.state for key, entry in list(entries.items()) if key.wants == self._wants}
+        alike = {key: entry.state for key, entry in list(entries.items()) if key.drafter == self.name}
         known = {key.new_tokens_per_row for key in alike if alike[key] in _COMPILED and (key.rows == 1) is (rows == 1)}
         if known:
             return [1, *(size for size in self.sizes if size in known)]
@@ -115,7 +117,7 @@ class Drafts:
 
     def key(self, step: StepKey) -> StepKey:
         """Return the key of a step of so many rows and tokens, with drafts."""
-        return step._replace(wants=self._wants)
+        return step._replace(drafter=self.name)
 
     def enter(self, rows: Sequence[Row]) -> None:
         """Have the texts of rows there that are about to draft."""
@@ -137,8 +139,8 @@ class Drafts:
 class _Drafting:
     """Has steps draft."""
 
-    def __init__(self, drafts: Drafts, wants: tuple[str, ...], new_tokens: int) -> None:
-        self._drafts, self.wants, self.new_tokens = drafts, wants, new_tokens
+    def __init__(self, drafts: Drafts, new_tokens: int) -> None:
+        self._drafts, self.drafter, self.new_tokens = drafts, drafts.name, new_tokens
 
     def entering(self, rows: Sequence[Row]) -> None:
         self._drafts.enter(rows)

@@ -149,7 +149,7 @@ class BackgroundCompilation:
         config = replace(self._config, eager_first=False, progress=False, kv_memory=f"{memory} tokens")
         programs = Programs(config, facts, facts.model.device, compilers=max(1, torch.get_num_threads() - 1))
         model_runner = thread.call(ModelRunner, facts, config, thread, Events(), programs, max_rows=rows)
-        thread.call(model_runner.prefill.make_ready)
+        thread.call(model_runner.prefill.launches.make_ready)
         steps: list[StepKey] = []
         while missing := [step for step in self._wanted if step not in steps]:
             if (give := self._needs.get(missing[0])) is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.batch import Brought
+from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
@@ -26,7 +26,7 @@ class CompiledParts:
     programs: Programs | None
     weights: FusedWeights
     decodes: tuple[StepKey, ...]  # steps that were ready
-    bringing: tuple[Brought, ...]  # what no tokens bring, of each program that reads more than ids and was ready
+    extras: tuple[ExtraInputs, ...]  # those of no tokens, of each program that reads more than ids and was ready
     shapes: tuple[StepKey, ...]  # captured prefills, smallest first
     samplings: tuple[int, ...]  # the numbers of rows whose deferred sampling was captured
     prepared: tuple[Callable[[ModelRunner], None], ...]  # prepare what features had prepared ahead
@@ -43,8 +43,8 @@ class CompiledParts:
             states=0 if model_runner.pool.states is None else model_runner.pool.states.total,
             programs=graph_manager.programs if stay else None,
             weights=graph_manager.weights,
-            decodes=tuple(table.at_once("decode", shares=True)),
-            bringing=model_runner.prefill.bringing if stay else (),
+            decodes=tuple(table.runnable("decode", shares=True)),
+            extras=model_runner.prefill.launches.extras if stay else (),
             shapes=tuple(sorted(table.of("prefill"))),
             samplings=tuple(model_runner.steps.sampling_graphs.buckets),
             prepared=tuple(model_runner.prepared.values()),

@@ -15,10 +15,11 @@ from compiled_llm.compat.torch.dynamo import switched_off
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import KVScales, WrapConfig
-from compiled_llm.execution.batch import Brought
+from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from compiled_llm.execution.lifecycle.kept import CompiledParts
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.packing import NO_ROWS
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.threads.executor import executor_for
@@ -235,7 +236,7 @@ class ModelRunnerLifecycle:
         if self.asleep and self.present is None and kept is not None:
             try:
                 model_runner = self._current()
-                prepare(model_runner, kept.decodes, [kept.shapes], kept.bringing)
+                prepare(model_runner, kept.decodes, [kept.shapes], kept.extras)
                 if kept.samplings:
                     model_runner.thread.call(model_runner.prepare_deferred, kept.samplings)
                 for prepare_again in kept.prepared:
@@ -314,20 +315,20 @@ def prepare(
     model_runner: ModelRunner,
     decodes: Sequence[StepKey],
     captured: Iterable[Sequence[StepKey]],
-    bringing: Sequence[Brought] = (),
+    extras: Sequence[ExtraInputs] = (),
     report: Callable[[str], None] = lambda doing: None,
     anchors: bool = True,
 ) -> None:
     """Compile, and on CUDA capture, all of these that are not ready yet."""
-    # ``bringing`` is of programs that read more than ids, what no tokens bring; ``anchors`` are a few CUDA graphs in
+    # ``extras`` are those of no tokens, of programs that read more than ids; ``anchors`` are a few CUDA graphs in
     # which all others could run.
-    thread, prefill, steps = model_runner.thread, model_runner.prefill, model_runner.steps
+    thread, prefill, steps = model_runner.thread, model_runner.prefill.launches, model_runner.steps
     missing = [step for step in decodes if not steps.is_ready(step)]
     total = len(missing) + (not prefill.is_ready)
     report("preparing prefill")
     thread.call(prefill.make_ready, number=_number(1, total), anchors=anchors)
-    for brought in bringing:
-        thread.call(prefill.make_ready, anchors=anchors, brought=brought)
+    for extra in extras:
+        thread.call(prefill.make_ready, NO_ROWS._replace(extra=extra), anchors=anchors)
     for number, step in enumerate(decodes, start=1):
         report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
         at = total - len(missing) + missing.index(step) + 1 if step in missing else 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import Brought
+from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.embedded import EmbeddedTokens
@@ -22,9 +22,9 @@ def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
     for key, count in used.items():
         if not isinstance(key, StepKey) or key.phase == "scoring":
             continue
-        if key.accepts:
+        if key.drafter:
             uses[StepKey.decode(key.rows)] += count
-        elif not (key.wants or key.brought) and (key.phase != "decode" or key.new_tokens_per_row == 1):
+        elif key.is_plain and (key.phase != "decode" or key.new_tokens_per_row == 1):
             uses[key] += count
     return dict(uses)
 
@@ -37,12 +37,11 @@ def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callabl
     for step in profile.uses:
         _check_known(step, here)
     keys = [step for step, _ in profile.by_use]
-    steps = [
-        key for key in keys if key.phase == "decode" or (key.phase == "prefill" and model_runner.prefill.fits(key))
-    ]
+    fits = model_runner.prefill.shapes.fits
+    steps = [key for key in keys if key.phase == "decode" or (key.phase == "prefill" and fits(key))]
     embedded = [EmbeddedTokens.none(model_runner.state.facts.model)] if profile.embeddings else []
     _prepare_steps(model_runner, steps, embedded, report)
-    model_runner.thread.call(model_runner.prefill.capture_anchors)  # all other steps run in these
+    model_runner.thread.call(model_runner.prefill.launches.capture_anchors)  # all other steps run in these
     model_runner.thread.call(model_runner.steps.capture_anchors)
     if samplings := sorted({key.rows for key in keys if key.phase == "sampling"}):
         report("preparing sampling of tokens under grammars")
@@ -50,7 +49,7 @@ def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callabl
 
 
 def _prepare_steps(
-    model_runner: ModelRunner, steps: Sequence[StepKey], bringing: Sequence[Brought], report: Callable[[str], None]
+    model_runner: ModelRunner, steps: Sequence[StepKey], extras: Sequence[ExtraInputs], report: Callable[[str], None]
 ) -> None:
     """Prepare steps; the most used ones are given first."""
     nbytes, most = model_runner.state.step_table.budget
@@ -58,16 +57,16 @@ def _prepare_steps(
     if nbytes is None:
         decodes = sorted(step for step in steps if step.phase == "decode")
         shapes = sorted(step for step in steps if step.phase == "prefill")
-        prepare(model_runner, decodes, [shapes], bringing, report, anchors=False)
+        prepare(model_runner, decodes, [shapes], extras, report, anchors=False)
         return
     # The most used ones last: the first captured is the first to make room.
-    prepare(model_runner, [], [], bringing, report, anchors=False)
+    prepare(model_runner, [], [], extras, report, anchors=False)
     for number, step in enumerate(reversed(steps), start=1):
         report(f"preparing what requests use ({number} of {len(steps)})")
         if step.phase == "decode":
             prepare(model_runner, [step], [], anchors=False)
         else:
-            model_runner.thread.call(model_runner.prefill.capture_shapes, [step])
+            model_runner.thread.call(model_runner.prefill.launches.capture_shapes, [step])
 
 
 def _steps_here(model_runner: ModelRunner) -> set[StepKey]:
@@ -76,7 +75,7 @@ def _steps_here(model_runner: ModelRunner) -> set[StepKey]:
     decodes = {StepKey.decode(bucket) for bucket in buckets}
     if model_runner.state.sharing is not None:
         decodes |= {StepKey.decode(bucket, shares=True) for bucket in buckets if bucket > 1}
-    return {*decodes, *samplings, *model_runner.prefill.all_shapes()}
+    return {*decodes, *samplings, *model_runner.prefill.shapes.all()}
 
 
 def _check_known(step: StepKey, here: Set[StepKey]) -> None:
@@ -84,8 +83,8 @@ def _check_known(step: StepKey, here: Set[StepKey]) -> None:
         return
     known = [other for other in here if other.phase == step.phase]
     numbers = (
-        f"{name} {', '.join(map(str, sorted({getattr(other, name) for other in known})))}"
-        for name in ("tokens", "rows", "schedule")
+        f"{name} {', '.join(map(str, sorted({getattr(other, field) for other in known})))}"
+        for name, field in (("tokens", "tokens"), ("rows", "rows"), ("schedule", "variant"))
     )
     there_is = "there are " + "; ".join(numbers) if known else "there is no such phase"
     raise ValueError(f"profile: it names a {step}; here {there_is}")

@@ -108,7 +108,7 @@ class Warmup:
             decodes = self._decodes(model_runner, wanted)
             shared = [step for step in decodes if step.shares]
             plain = [step for step in decodes if not step.shares]
-            prefills = {tuple(model_runner.prefill.captured_shapes(size)) for size in wanted.sizes}
+            prefills = {tuple(model_runner.prefill.shapes.of_rows(size)) for size in wanted.sizes}
             prepare(model_runner, plain, prefills, report=report)
         if model_runner.state.sharing is not None:  # requests which begin to share pages do not wait for it then
             report("preparing steps of requests that share pages")

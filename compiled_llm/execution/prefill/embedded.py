@@ -1,4 +1,4 @@
-"""Rows that bring embeddings, which the model reads in place of token ids."""
+"""Rows with embeddings, which the model reads in place of token ids."""
 
 # Shapes: N tokens of a row, Q of them that a chunk computes, T packed tokens, C hidden size.
 
@@ -47,14 +47,14 @@ class EmbeddedInputs(NamedTuple):
 
 
 class EmbeddedTokens(NamedTuple):
-    """What a row brings; its ids are zeros."""
+    """The extra inputs of a row; its ids are zeros."""
 
     embeddings: Tensor  # ``[N, C]`` in the model's dtype
     places: NDArray[np.int64]  # ``[Q]`` ascending, where its tokens are in ``embeddings``
 
     @classmethod
     def none(cls, model: PreTrainedModel) -> EmbeddedTokens:
-        """Return that of no tokens: the program is compiled with it."""
+        """Return those of no tokens: the program is compiled with them."""
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
         return cls(torch.zeros(0, width, dtype=model.dtype, device=model.device), np.zeros(0, dtype=np.int64))
 
@@ -65,24 +65,24 @@ class EmbeddedTokens(NamedTuple):
 
     @property
     def captured(self) -> bool:
-        """No: few calls bring embeddings, and each size would keep as many."""
+        """No: few calls have embeddings, and each size would keep as many."""
         return False
 
-    def of(self, start: int, stop: int) -> EmbeddedTokens:
-        """Return that of tokens ``start`` to ``stop``."""
+    def slice(self, start: int, stop: int) -> EmbeddedTokens:
+        """Return those of tokens ``start`` to ``stop``."""
         return self._replace(places=self.places[start:stop])
 
-    def of_none(self) -> EmbeddedTokens:
-        """Return that of no tokens."""
+    def empty(self) -> EmbeddedTokens:
+        """Return those of no tokens."""
         return EmbeddedTokens(self.embeddings.new_empty(0, self.embeddings.shape[1]), np.zeros(0, dtype=np.int64))
 
-    def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> EmbeddedInputs:
-        """Return what the step reads of packed rows, of which padding brings nothing."""
+    def pack(self, chunk: Sequence[Extension], staging: Staging) -> EmbeddedInputs:
+        """Return what the step reads of packed rows, of which padding has none."""
         # It is a new tensor in any case: whether one was made in inference mode would be compiled in.
         return EmbeddedInputs(torch.cat(picked([self._of_row(extension) for extension in chunk], 0, staging)))
 
     def _of_row(self, extension: Extension) -> tuple[Tensor, NDArray[np.int64]]:
-        if isinstance(own := extension.brought, EmbeddedTokens):
+        if isinstance(own := extension.extra, EmbeddedTokens):
             return own.embeddings.detach(), own.places
         count = len(extension.ids)
         return self.embeddings.new_zeros(count, self.embeddings.shape[1]), np.arange(count)
@@ -97,14 +97,14 @@ def embedded_step(
     specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
     """Run packed tokens as ``prefill_step``, by their embeddings."""
-    brought = cast(EmbeddedInputs, inputs.brought)
-    read = {"inputs_embeds": brought.embeddings[None], "position_ids": inputs.positions, **asked_of(inputs)}
+    extra = cast(EmbeddedInputs, inputs.extra)
+    read = {"inputs_embeds": extra.embeddings[None], "position_ids": inputs.positions, **asked_of(inputs)}
     out = forward_of_packed(model, forward, inputs, pages, specs, inputs.ids[0], logits_to_keep=inputs.keep, **read)
     return sampled_after(inputs, tables, out)
 
 
 def _reads_embeddings(inputs: ProgramInputs) -> bool:
-    return isinstance(inputs, PrefillInputs) and isinstance(inputs.brought, EmbeddedInputs)
+    return isinstance(inputs, PrefillInputs) and isinstance(inputs.extra, EmbeddedInputs)
 
 
 PROGRAM = Program(PREFILL_EMBEDDED, _reads_embeddings, embedded_step, prefill_options, on_demand=True)

@@ -13,13 +13,49 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import Extension
+from compiled_llm.compilation.graphs.step_key import Pooling, StepKey
+from compiled_llm.compilation.program import PREFILL, with_outputs
+from compiled_llm.execution.batch import Extension, ExtraInputs
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.table import HostTable, Span, build_table
 
 Holds = Callable[[int, int, int], bool]
 """Whether a launch may have so many tokens, pages and rows."""
+
+
+class Chunk(NamedTuple):
+    """The rows of one launch, and what is wanted of them."""
+
+    rows: Sequence[Extension]
+    keep: NDArray[np.int64]  # ``[L]`` ascending, the packed tokens whose logits are wanted
+    slots: NDArray[np.int64]  # ``[C]``, those of the rows that end in it; or none
+    wants: tuple[str, ...] = ()  # outputs of the model besides logits, by HuggingFace's names
+    pooling: Pooling = ""  # in place of logits
+    extra: ExtraInputs | None = None  # of one of the rows, if any has some
+
+    def part(self, rows: Sequence[Extension], start: int, end: int) -> Chunk:
+        """Return the part of packed tokens ``start`` to ``end``, which are those of ``rows``."""
+        first, last = self.keep.searchsorted((start, end))
+        return self._replace(rows=rows, keep=self.keep[first:last] - start, slots=self.slots[first:last])
+
+    @property
+    def program(self) -> str:
+        """The name of the program that runs it; another one may if no row has cached tokens."""
+        name = PREFILL if self.extra is None else self.extra.program.name
+        return with_outputs(name, (f"pooled {self.pooling}",) if self.pooling else self.wants)
+
+    @property
+    def queries(self) -> list[int]:
+        """How many new tokens each row has."""
+        return [len(extension.ids) for extension in self.rows]
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row has, with the new ones."""
+        return [extension.row.exact_length for extension in self.rows]
+
+
+NO_ROWS = Chunk([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 class Packed(NamedTuple):
@@ -60,31 +96,33 @@ def null_extension(length: int, page_size: int) -> Extension:
 
 
 def pack(
-    batch: Sequence[Extension],
-    keep: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    page_size: int,
-    padding: int | None = None,
-    keeps_states: bool = False,
+    chunk: Chunk, page_size: int, padding: int | None = None, keeps_states: bool = False
 ) -> tuple[Packed, HostTable]:
     """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned."""
-    # ``keep`` ``[L]`` are the tokens whose logits are wanted, ``slots`` ``[C]`` those of rows for which a token is
-    # sampled after the first C of them; ``padding`` is its place, if there are taps.
-    queries = [len(extension.ids) for extension in batch]
-    table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
-    count = len(batch)
-    sizes = (sum(queries), len(keep), len(slots), count, count * (padding is not None), count * keeps_states)
-    packed = _allocated(*sizes)
+    # A token is sampled after the first C of the tokens whose logits are wanted; ``padding`` is its place, if there are
+    # taps.
+    batch, queries = chunk.rows, chunk.queries
+    tokens, wanted, sampled, count = sum(queries), len(chunk.keep), len(chunk.slots), len(batch)
+    placed, entries = count * (padding is not None), count * keeps_states
+    table = build_table([extension.row for extension in batch], queries, page_size, count)
+    packed = _allocated(
+        (tokens, tokens, wanted, sampled, sampled, placed),
+        (tokens, tokens, count + 1, count + 1, count, entries, entries),
+    )
     np.concatenate([extension.ids for extension in batch], out=packed.ids)
     np.concatenate([extension.positions for extension in batch], out=packed.positions)
     start = 0
-    for number, (extension, count) in enumerate(zip(batch, queries, strict=True)):
-        first, end = extension.row.exact_length - count, start + count
+    for number, (extension, new) in enumerate(zip(batch, queries, strict=True)):
+        first, end = extension.row.exact_length - new, start + new
         packed.token_rows[start:end] = number
-        packed.token_positions[start:end] = np.arange(first, first + count, dtype=np.int32)
+        packed.token_positions[start:end] = np.arange(first, first + new, dtype=np.int32)
         start = end
-    packed.keep[:], packed.sampled[:], packed.slots[:] = keep, np.arange(len(slots)), slots
-    packed.qo_indptr[:], packed.indptr[:], packed.last_page_len[:] = table.qo_indptr, table.indptr, table.last_page_len
+    packed.keep[:] = chunk.keep
+    packed.sampled[:] = np.arange(sampled)
+    packed.slots[:] = chunk.slots
+    packed.qo_indptr[:] = table.qo_indptr
+    packed.indptr[:] = table.indptr
+    packed.last_page_len[:] = table.last_page_len
     if padding is not None:
         packed.places[:] = [padding if extension.place < 0 else extension.place for extension in batch]
     if keeps_states:
@@ -93,19 +131,15 @@ def pack(
     return packed, table
 
 
-def _allocated(tokens: int, wanted: int, sampled: int, rows: int, placed: int, entries: int) -> Packed:
-    """Return columns that lie one after the other in one piece of memory."""
-    wide = (tokens, tokens, wanted, sampled, sampled, placed)
-    narrow = (tokens, tokens, rows + 1, rows + 1, rows, entries, entries)
-    memory = np.empty(8 * sum(wide) + 4 * sum(narrow), np.uint8)
-    columns: list[NDArray[Any]] = []
-    for sizes, words in (
-        (wide, memory[: 8 * sum(wide)].view(np.int64)),
-        (narrow, memory[8 * sum(wide) :].view(np.int32)),
-    ):
-        ends = list(accumulate(sizes, initial=0))
-        columns += [words[start:end] for start, end in pairwise(ends)]
-    return Packed(*columns)
+def _allocated(wide: Sequence[int], narrow: Sequence[int]) -> Packed:
+    """Return columns of these sizes, one after the other in one piece of memory."""
+    split = 8 * sum(wide)
+    memory = np.empty(split + 4 * sum(narrow), np.uint8)
+    return Packed(*_cut(memory[:split].view(np.int64), wide), *_cut(memory[split:].view(np.int32), narrow))
+
+
+def _cut(words: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
+    return [words[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def as_bytes(packed: Packed) -> NDArray[np.uint8]:
@@ -132,9 +166,8 @@ def chunks(
             if holds is not None:
                 part = _that_fit(part, before, Taken(tokens, pages, len(chunk)), page_size, holds)
             if part:
-                cut = _part(extension, start, start + part, page_size)
                 spare_states = spare_states[1], spare_states[0]
-                chunk.append(cut._replace(states=_states_of(extension, start, start + part, spare_states)))
+                chunk.append(_part(extension, start, start + part, page_size, spare_states))
                 start, tokens, pages = start + part, tokens + part, pages - -(before + part) // page_size
             if tokens == most or start < count:
                 assert chunk, "one token of any row fits"
@@ -142,12 +175,6 @@ def chunks(
                 chunk, tokens, pages = [], 0, 0
     if chunk:
         yield chunk
-
-
-def _states_of(extension: Extension, start: int, stop: int, spare: tuple[int, int]) -> tuple[int, int]:
-    """Return what a part of a row reads and writes: of ``spare`` the first, and the second, if it is cut there."""
-    read, write = extension.states
-    return spare[0] if start else read, write if stop == len(extension.ids) else spare[1]
 
 
 class Taken(NamedTuple):
@@ -167,13 +194,19 @@ def _that_fit(part: int, before: int, taken: Taken, page_size: int, holds: Holds
     return bisect.bisect_left(range(1, part + 1), True, key=is_too_large)
 
 
-def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extension:
+def _part(extension: Extension, start: int, stop: int, page_size: int, spare: tuple[int, int]) -> Extension:
     """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
-    if (start, stop) == (0, len(extension.ids)):
+    # If it is cut there, its state is read from the first of the ``spare`` entries, and written to the second.
+    count = len(extension.ids)
+    if (start, stop) == (0, count):
         return extension
-    length = extension.row.exact_length - len(extension.ids) + stop
-    row = Span(extension.row.pages[: -(-length // page_size)], length)
-    ends = extension.is_last and stop == len(extension.ids)
-    ids = extension.ids[start:stop]
-    brought = None if extension.brought is None else extension.brought.of(start, stop)
-    return Extension(row, ids, extension.positions[start:stop], ends, extension.place, brought=brought)
+    length = extension.row.exact_length - count + stop
+    read, write = extension.states
+    return extension._replace(
+        row=Span(extension.row.pages[: -(-length // page_size)], length),
+        ids=extension.ids[start:stop],
+        positions=extension.positions[start:stop],
+        is_last=extension.is_last and stop == count,
+        states=(spare[0] if start else read, write if stop == count else spare[1]),
+        extra=None if extension.extra is None else extension.extra.slice(start, stop),
+    )

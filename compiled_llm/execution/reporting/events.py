@@ -36,7 +36,7 @@ class ColdStart:
 class Events:
     """Events of a wrapped model; they survive ``model.to()``."""
 
-    # how often calls have used each step, and under their names the prefills of rows that bring more than ids
+    # how often calls have used each step, and under their names the prefills of rows that have extra inputs
     used: Counter[StepKey | str] = field(default_factory=Counter)
     # page tables written into the decode buffers, by cause
     uploads: Counter[UploadCause] = field(default_factory=Counter)
@@ -48,10 +48,6 @@ class Events:
     _warmed: bool = False
 
     _lost: bool = False
-
-    def cascaded(self) -> None:
-        """Note a decode step that reads pages which rows share once."""
-        self.cascade_steps += 1
 
     def warmed_up(self) -> None:
         self._warmed, self._lost = True, False

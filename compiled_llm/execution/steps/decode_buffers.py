@@ -62,8 +62,7 @@ class DecodeBuffers:
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._sharing: Any = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
-        # what steps draft with that feed in guesses, by their ``StepKey.wants``
-        self.drafts: dict[tuple[str, ...], Callable[[StepKey], Any]] = {}
+        self.drafts: dict[str, Callable[[StepKey], Any]] = {}  # what steps draft with, by their ``StepKey.drafter``
         self.follows_tokens, self.follows_pages = planner.follows_tokens, planner.decodes
 
     def claim(self, owner: BatchOwner | None) -> bool:
@@ -121,7 +120,7 @@ class DecodeBuffers:
         known = np.setdiff1d(written, [row.to for row in moved]) if moved else written
         entering = [rows[at] for at in known.tolist() if at < len(rows)] if moved else rows[first:]
         write("decode_position", known, np.array([row.exact_position for row in entering] + padding, dtype=np.int64))
-        lengths = [row.exact_length for row in entering] + [new for _ in padding]
+        lengths = [row.exact_length for row in entering] + [new] * len(padding)
         write("decode_length", known, np.array(lengths, dtype=np.int32))
         write("decode_start", written, (numbers[first:] * slots.pages_each).astype(np.int32))
 
@@ -162,8 +161,6 @@ class DecodeBuffers:
         if step not in self._views:
             columns = {name: getattr(self._whole, name)[: step.rows] for name in _OF_ROWS}
             mark_columns([*columns.values()], step.rows)
-            view = self._whole._replace(**columns, wants=step.wants)
-            if step.accepts:  # which is no output of the model's
-                view = view._replace(wants=(), drafts=self.drafts[step.wants](step))
-            self._views[step] = view
+            drafts = self.drafts[step.drafter](step) if step.drafter else None
+            self._views[step] = self._whole._replace(**columns, wants=step.wants, drafts=drafts)
         return self._views[step]

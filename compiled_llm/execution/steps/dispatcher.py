@@ -33,14 +33,14 @@ class Dispatcher:
 
     @property
     def captures(self) -> bool:
-        return self._table.at_best == "ready"
+        return self._table.runnable_state == "ready"
 
     def dispatch(self, step: StepKey, exact: bool) -> Dispatch:
-        """Return what runs for a step, in no larger shape if ``exact``; ``Steps.is_valid`` tells more."""
+        """Return what runs for a step, in no larger shape if ``exact``; ``Steps.may_replay`` tells more."""
         table = self._table
         entry = table.entries.get(step)
         state = "missing" if entry is None else entry.state
-        if state == table.at_best:
+        if state == table.runnable_state:
             return Dispatch(step, "run")
         known = entry is not None and entry.checked_at == table.model_checks
         if step.phase == "decode" and not known:  # prefills run in programs that are compiled before
@@ -52,14 +52,15 @@ class Dispatcher:
 
     def _next_larger(self, step: StepKey) -> StepKey | None:
         """Return the smallest ready step that holds all steps of another, and does not take far longer."""
-        simplest, padding = (self._simplest, self._padding) if step.is_prefill else (0, math.inf)
+        padding = self._padding if step.is_prefill else math.inf
         larger = [
             other
             for other in self._table.of(step.phase)
-            if other.schedule in (step.schedule, simplest)
-            and (other.wants, other.brought) == (step.wants, step.brought)
+            if other.schedule in (step.schedule, self._simplest)
+            and other.shares <= step.shares
+            and other.purpose == step.purpose
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows
             and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)
         ]
-        return min(larger, key=lambda other: (other.tokens, other.rows, other.schedule != step.schedule), default=None)
+        return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != step.variant), default=None)

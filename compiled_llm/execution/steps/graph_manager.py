@@ -85,7 +85,7 @@ class GraphManager:
     @property
     def ready_buckets(self) -> list[int]:
         """The batch sizes of decode steps that are compiled, and on CUDA captured."""
-        return [step.rows for step in self.table.at_once("decode")]
+        return [step.rows for step in self.table.runnable("decode")]
 
     @property
     def captured(self) -> int:
@@ -271,7 +271,6 @@ class GraphManager:
         self, what: str, waiting: int, program: str, shown: str = "", number: TaskNumber | None = None
     ) -> Iterator[None]:
         """Show the preparation in the block, and note it if a call of ``waiting`` rows waits for it."""
-        self.cuda_graphs.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
         start, stage = time.perf_counter(), partial(compiling_stage, threading.get_ident())
         shown = f"{shown or what} ({number})" if number else shown or what
         with self.events.prepared(), self._progress.task(f"{self._doing(program)} {shown}", stage, number) as update:

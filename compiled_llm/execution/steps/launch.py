@@ -67,10 +67,9 @@ class Launch:
 
     Attributes:
         key: the step that runs, of B rows, in place of ``wanted``.
-        entry: of which it replays the CUDA graph; None if its program runs.
-        accepts: whether rows feed in guesses, of which the device decides how many count.
+        entry: of which it replays the CUDA graph, so that to launch it takes no time; None if its program runs.
+        new_tokens: those of each row, of a decode step.
         captures_now: whether a graph of it is captured at once, since others have to make room for it.
-        replays: whether it replays a CUDA graph, so that to launch it takes no time.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
         outputs: of its last run, overwritten by the next; a CUDA graph always writes the same tensors.
@@ -84,28 +83,38 @@ class Launch:
         key: StepKey,
         entry: StepEntry[Any] | None,
         events: Events,
+        *,
         program: Callable[[], StepOutputs] | None = None,
         missed: Callable[[StepKey, bool], None] | None = None,
-        taps: Sequence[RunnerTap] = (),
         capture: Callable[[StepOutputs], None] | None = None,
+        taps: Sequence[RunnerTap] = (),
         alone: bool = True,
-        shares: bool = False,
         captures_now: bool = False,
     ) -> None:
         """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or without one by the ``program``."""
-        # ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured;
-        # ``shares`` says whether pages that rows share are read once.
-        self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
+        # ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured.
+        self.wanted = wanted
+        self.key = key
+        self.entry = entry
         self.new_tokens = key.tokens // key.rows
-        self.accepts = bool(key.wants) and key.accepts
-        self.repeats = capture is None and (self.new_tokens == 1 or self.accepts)
-        self.entry, self.captures_now, self._program = entry, captures_now, program
-        self._used, self._cascaded = events.used, events.cascaded if shares else None
-        self._missed, self._taps, self._capture = missed, taps, capture
+        self.captures_now = captures_now
+        self.repeats = capture is None
+        self.alone = alone
+        self._events = events
+        self._program = program
+        self._missed = missed
+        self._capture = capture
+        self._taps = taps
+
+    @property
+    def replays(self) -> bool:
+        """Whether it replays a CUDA graph."""
+        return self.entry is not None
 
     def over(self, program: Callable[[], StepOutputs]) -> Launch:
         """Return this launch, which now runs a program over tensors made for it alone, in place of a CUDA graph."""
-        self.entry, self._program, self.replays = None, program, False
+        self.entry = None
+        self._program = program
         return self
 
     def release(self) -> None:
@@ -115,11 +124,11 @@ class Launch:
 
     def __call__(self) -> StepOutputs:
         """Count it and run it."""
-        self._used[self.wanted] += 1
+        self._events.used[self.wanted] += 1
         if self._missed is not None:
             self._missed(self.wanted, self.key != self.wanted)
-        if self._cascaded is not None:
-            self._cascaded()
+        if self.key.shares:
+            self._events.cascade_steps += 1
         if (entry := self.entry) is None:
             assert self._program is not None, "there is no graph"
             with allowed():  # it may take long

@@ -62,7 +62,7 @@ class SamplingGraphs:
     @property
     def buckets(self) -> list[int]:
         """The numbers of rows that have graphs, ascending."""
-        return sorted(key.rows for key in self._table.of("sampling") if not key.schedule)
+        return sorted(key.rows for key in self._table.of("sampling") if not key.masked)
 
     def release(self) -> None:
         """Give everything back."""

@@ -13,11 +13,12 @@ from compiled_llm.compilation.graphs.cuda_graphs import Begin
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
-from compiled_llm.compilation.program_list import program_for, with_outputs
+from compiled_llm.compilation.program import with_outputs
+from compiled_llm.compilation.program_list import program_for
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
-from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
+from compiled_llm.execution.steps.dispatcher import Dispatcher
 from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.execution.steps.launch import BoundProgram, Launch
 from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
@@ -67,33 +68,59 @@ class Steps:
         # captured now.
         if wanted.phase != "decode":  # prefills have checked the model, and sampling does not depend on the model
             return self._of_new_inputs(wanted, exact)
-        table, checked = self._table, self.check_model_if_due()
-        if (entry := table.entries.get(wanted)) is not None:
+        checked = self.check_model_if_due()
+        if (entry := self._table.entries.get(wanted)) is not None:
             entry.spare = False
-            if entry.state == table.at_best and self.is_valid(entry):
+            if self.may_replay(entry):
                 return self._launch_of(wanted, wanted)
-        if self._graph_manager.eager:
+        if (key := self._runnable(wanted, waiting > 0, exact, checked)) is None:
+            key = self._make_ready(wanted, waiting, number, anchors, exact)
+        elif key != wanted:
+            self.want_padded(wanted, key, lambda: self._begin_capture(wanted))
+        return self._launch_of(wanted, key)
+
+    def _runnable(self, wanted: StepKey, waits: bool, exact: bool, checked: bool) -> StepKey | None:
+        """Return what runs now in place of a decode step; None if that has to be compiled or captured first."""
+        # If no call ``waits``, that is the step itself, with all that it can have. ``checked``: the model, just now.
+        manager, table = self._graph_manager, self._table
+        if manager.eager:
             table.compiled(wanted)
-            return self._launch_of(wanted, wanted)
-        if (dispatch := self._dispatch(wanted, waiting > 0, checked, exact)) is not None:
-            self.want_padded(wanted, dispatch.step, lambda: self._begin_capture(wanted))
-            return self._launch_of(wanted, dispatch.step)
+            return wanted
+        while True:
+            step, how = self._dispatcher.dispatch(wanted, exact)
+            if how == "run" and (waits or step == wanted):
+                if self.may_replay(table.entries[step]):
+                    return step
+            elif how == "launch" and waits:
+                return wanted
+            elif how != "compile":
+                return None
+            else:
+                if not checked and table.state(wanted) in ("missing", "stale"):
+                    manager.check_model()
+                    checked = True
+                if not (waits and self._dispatcher.captures and self._can_launch(wanted)):
+                    return None
+
+    def _make_ready(
+        self, wanted: StepKey, waiting: int, number: TaskNumber | None, anchors: bool, exact: bool
+    ) -> StepKey:
+        """Compile and capture a decode step, and if it compiles their program, the largest; return what runs."""
         self.buffers.claim(None)
         first = self._is_first(wanted)
         self._prepare(wanted, waiting, number, first)
-        if first and anchors and not (wanted.shares or wanted.wants):
+        if first and anchors and wanted.is_plain and not wanted.shares:
             self.capture_anchors(only_with_room=exact)
-            if table.state(wanted) == "evicted":  # the largest has taken the only room
-                return self._launch_of(wanted, self._largest)
-        return self._launch_of(wanted, wanted)
+            if self._table.state(wanted) == "evicted":  # the largest has taken the only room
+                return self._largest
+        return wanted
 
     def _of_new_inputs(self, wanted: StepKey, exact: bool) -> Launch:
         """Return the launch of a step of new inputs each time, ``over`` whose program it runs if it has no graph."""
         key, how = self._dispatcher.dispatch(wanted, exact)
         entry = self._table.get(key)
         missed = self._table.missed if wanted.is_prefill and (key != wanted or entry is None) else None
-        events = self._graph_manager.events
-        return Launch(wanted, key, entry, events, missed=missed, captures_now=how == "capture")
+        return Launch(wanted, key, entry, self._graph_manager.events, missed=missed, captures_now=how == "capture")
 
     def check_model_if_due(self) -> bool:
         """Check the model if it may have changed since the last check; return whether it was checked."""
@@ -101,10 +128,11 @@ class Steps:
             self._graph_manager.check_model()
         return due
 
-    def is_valid(self, entry: StepEntry[Any]) -> bool:
-        """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten."""
-        # What was found in this check of the model still holds.
-        if entry.checked_at == (check := self._table.model_checks):
+    def may_replay(self, entry: StepEntry[Any]) -> bool:
+        """Return whether a step may run at once as it is; CUDA graphs of what has changed are all forgotten."""
+        if entry.state != self._table.runnable_state:
+            return False
+        if entry.checked_at == (check := self._table.model_checks):  # what was found then still holds
             return True
         if entry.guards is not None:
             with self._state.facts.attention.paged():
@@ -124,12 +152,12 @@ class Steps:
 
     def is_ready(self, step: StepKey) -> bool:
         """Return whether a step is compiled, and on CUDA captured."""
-        return self._table.state(step) == self._table.at_best
+        return self._table.state(step) == self._table.runnable_state
 
     @property
     def wanted_buckets(self) -> list[int]:
         """The ready buckets without the one in which only smaller ones have run."""
-        return [step.rows for step in self._table.at_once("decode") if not self._table.entries[step].spare]
+        return [step.rows for step in self._table.runnable("decode") if not self._table.entries[step].spare]
 
     def decode_of(self, rows: int, previous: StepKey | None = None, exact: bool = False) -> StepKey:
         """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready."""
@@ -141,7 +169,7 @@ class Steps:
             return smallest
         if exact and self._dispatcher.captures:
             return self._decodes[max(rows, 2) if 2 * smallest.rows <= previous.rows else previous.rows]
-        between = (step for step in self._table.at_once("decode") if smallest.rows <= step.rows <= previous.rows)
+        between = (step for step in self._table.runnable("decode") if smallest.rows <= step.rows <= previous.rows)
         return next(between, smallest)
 
     def step_of_several(self, rows: int, new_tokens: int) -> StepKey:
@@ -163,22 +191,6 @@ class Steps:
             )
         return step
 
-    def _dispatch(self, step: StepKey, waits: bool, checked: bool, exact: bool) -> Dispatch | None:
-        """Return what runs now, and is still valid; None if the step has to be compiled or captured first."""
-        manager = self._graph_manager
-        while True:
-            dispatch = self._dispatcher.dispatch(step, exact)
-            if dispatch.how == "compile":
-                if not checked and self._table.state(step) in ("missing", "stale"):
-                    manager.check_model()
-                    checked = True
-                if not (waits and self._dispatcher.captures and self._can_launch(step)):
-                    return None
-            elif dispatch.how == "capture" or not (waits or self.is_ready(step)):
-                return None
-            elif dispatch.how == "launch" or self.is_valid(self._table.entries[dispatch.step]):
-                return dispatch
-
     def _can_launch(self, step: StepKey) -> bool:
         """Return, and note, whether a step can be launched without compiling; ``check_model`` has been called."""
         manager, inputs = self._graph_manager, self.buffers.of(step)
@@ -194,18 +206,16 @@ class Steps:
         if entry is not None and entry.cuda_graph is None:
             entry = None
         captures = graphs.ours and entry is None
-        missed = self._table.missed if captures or key != wanted else None
         return Launch(
             wanted,
             key,
             entry,
             self._graph_manager.events,
-            self._program(key) if entry is None else None,
-            missed,
-            self._state.taps,
-            (lambda outputs: graphs.want(key, lambda: self._capture(key, outputs))) if captures else None,
+            program=self._program(key) if entry is None else None,
+            missed=self._table.missed if captures or key != wanted else None,
+            capture=(lambda outputs: graphs.want(key, lambda: self._capture(key, outputs))) if captures else None,
+            taps=self._state.taps,
             alone=not (self._table.pending and graphs.background_captures),
-            shares=self._state.sharing is not None and key.shares,
         )
 
     def _program(self, step: StepKey) -> BoundProgram:
@@ -250,7 +260,7 @@ class Steps:
 
     def capture_anchors(self, only_with_room: bool = True) -> None:
         """Capture the largest step, so that none waits for a smaller one; ``only_with_room`` evicts no other."""
-        ready = self._table.at_once("decode")
+        ready = self._table.runnable("decode")
         missing = self._dispatcher.captures and ready and ready[-1].rows > 1 and self._largest not in ready
         if missing and not (only_with_room and self._table.full):
             self._prepare(self._largest, 0, None, False)
@@ -262,7 +272,7 @@ class Steps:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, new = self._graph_manager, step.new_tokens_per_row
         several = f", {new} tokens each" if new > 1 else ", shared pages read once" if step.shares else ""
-        several = with_outputs(several, step.wants)
+        several = with_outputs(several, (f"drafts of {step.drafter}",) if step.drafter else step.wants)
         what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
         program = program_for(self.buffers.of(step)).name
@@ -270,7 +280,7 @@ class Steps:
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
             suiting = self._decodes[min(_ROWS_TO_COMPILE, self._largest.rows)]
             if first and step.rows < suiting.rows and not self._can_launch(step):  # as it was kept
-                self._launch_padding(StepKey.decode(suiting.rows, shares=step.shares)._replace(wants=step.wants))
+                self._launch_padding(step._replace(tokens=suiting.rows, rows=suiting.rows))
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(step)
             outputs = self._launch_padding(step)

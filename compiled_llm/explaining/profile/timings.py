@@ -71,7 +71,7 @@ def measure(model_runner: ModelRunner, batches: Sequence[int], prompts: Prompts 
     steps = sorted({model_runner.steps.decode_of(size) for size in batches})
     for step in steps:
         model_runner.thread.call(model_runner.steps.ready, step)
-    model_runner.thread.call(model_runner.prefill.make_ready)
+    model_runner.thread.call(model_runner.prefill.launches.make_ready)
     display = ProgressDisplay(progress)
     stopwatch = _Stopwatch(model_runner)
     with display.task("timing prefill"):

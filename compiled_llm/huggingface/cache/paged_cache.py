@@ -20,7 +20,6 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.unpaged import KeysAndValues
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.huggingface.cache.brought_columns import BroughtColumns
 from compiled_llm.huggingface.cache.cache_columns import (
     RowUpdate,
     ascend,
@@ -32,6 +31,7 @@ from compiled_llm.huggingface.cache.cache_columns import (
     with_only_kept,
     with_updates,
 )
+from compiled_llm.huggingface.cache.extra_columns import ExtraColumns
 from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kinds.kind import places_beside
@@ -286,19 +286,19 @@ class PagedCache(Cache):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         logits_to_keep: Any,
-        brought: BroughtColumns | None = None,
+        extra: ExtraColumns | None = None,
         counts_unmasked: bool = False,
         wanted: Any = None,
     ) -> tuple[Tensor, Any]:
         """Store new tokens; return their ``[B, Q', V]`` logits, zeros for masked tokens, and what else is ``wanted``.
 
         Args:
-            input_ids: ``[B, Q]``; zeros if embeddings are ``brought``.
+            input_ids: ``[B, Q]``; zeros if ``extra`` has embeddings.
             attention_mask: ``[B, C + Q]``, or ``[B, Q]`` for the new tokens alone; masked tokens are not stored, and
                 stored ones that it hides are forgotten. None hides nothing new.
             position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns, or with ``counts_unmasked`` unmasked
                 tokens, are counted if None.
-            brought: what rows bring besides ids.
+            extra: what rows have besides ids.
             logits_to_keep: HuggingFace's: 0 for all, n for the last n, or a slice or list of columns.
 
         Raises:
@@ -325,10 +325,10 @@ class PagedCache(Cache):
         if runs_original(self.model_runner.state.facts.kinds, "left_padding"):
             check_blocks(rows, first, on_host(position_ids))
         columns = kept_columns(logits_to_keep, new)
-        decodes = new == 1 and first > 0 and brought is None and columns.tolist() == [0]
+        decodes = new == 1 and first > 0 and extra is None and columns.tolist() == [0]
         if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):
             return self._decode(input_ids, position_ids, rows, wanted)
-        return self._extend(input_ids, brought, position_ids, rows, columns, wanted)
+        return self._extend(input_ids, extra, position_ids, rows, columns, wanted)
 
     def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
         longest = max(row.length for row in rows)
@@ -355,7 +355,7 @@ class PagedCache(Cache):
     def _extend(
         self,
         input_ids: Tensor,
-        brought: BroughtColumns | None,
+        extra: ExtraColumns | None,
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
@@ -366,8 +366,7 @@ class PagedCache(Cache):
         ids = self._known_ids(input_ids)
         positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
         fresh = [row.columns - first for row in rows]
-        each_itself = list(range(len(rows)))
-        leaders = same_rows(ids, positions, fresh) if not first and brought is None else each_itself
+        leaders = same_rows(ids, positions, fresh) if not first and extra is None else list(range(len(rows)))
         active = [batch_index for batch_index in sorted(set(leaders)) if len(fresh[batch_index])]
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
@@ -382,7 +381,7 @@ class PagedCache(Cache):
                 [ids[batch_index][fresh[batch_index]] for batch_index in active],
                 [positions[batch_index][fresh[batch_index]] for batch_index in active],
                 kept,
-                None if brought is None else [brought.select(index, fresh[index]) for index in active],
+                None if extra is None else [extra.select(index, fresh[index]) for index in active],
             )
             self.generate_loop.select(leaders)
         if len(kept) == len(rows) * len(distinct):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, cast, get_args
 
@@ -27,8 +27,8 @@ from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import needed
-from compiled_llm.huggingface.cache.brought_columns import BroughtColumns, EmbeddedColumns
 from compiled_llm.huggingface.cache.cache_columns import on_host
+from compiled_llm.huggingface.cache.extra_columns import EmbeddedColumns, ExtraColumns
 from compiled_llm.huggingface.cache.hidden_columns import VisibilityMismatchError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
 from compiled_llm.huggingface.cache.more_outputs import more_outputs
@@ -59,33 +59,46 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     if is_traced() or dynamo_watches():  # the user's own torch.compile or torch.export
         self._note_outer_compile()
         return original(self, *args, **kwargs)
-    arguments = by_name(original, args, kwargs)
-    runtime = self.compiled
+    arguments, runtime, call = by_name(original, args, kwargs), self.compiled, current_call.get()
     runtime.home.check()
     runtime.runner_lifecycle.check_weights()
-    if current_call.get() is not None:
+    if call is not None:
         runtime.calls.moves += 1
     cache = arguments.get(runtime.facts.cache_argument)
-    if isinstance(cache, PagedCache) and cache.prefill is not None and current_call.get() is not None:
+    if call is not None and isinstance(cache, PagedCache) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache, cache.prefill)
-    if isinstance(cache, DynamicCache) and isinstance(mask := arguments.get("attention_mask"), Tensor):
-        arguments["attention_mask"] = mask.cpu()  # once: it is read several times
-    with _in_progress(runtime):
+    # The model stays awake from the check that it is awake to the end of a forward.
+    with runtime.calls.begun() if call is None else nullcontext():
         if isinstance(cache, PagedCache):
             return _run_over(cache, original, self, arguments)
-        placement = runtime.placement()  # once: to find it, all modules are walked
-        reason = original_reason() or forward_obstacle(original, self, arguments, placement)
-        reason = reason or fitting(runtime, arguments, placement)
-        if reason is None:
-            try:
-                output = compiled(original, runtime, arguments)
-            except OutOfPagesError:
-                reason = Reason("out_of_pages")  # other threads took them since
-            except VisibilityMismatchError as error:
-                reason = Reason(error.reason)
-            else:
-                count_forward(runtime, "compiled")
-                return output
+        output = _serve(original, self, arguments)
+    if isinstance(output, Reason):
+        return _run_original(original, self, args, kwargs, output)
+    count_forward(runtime, "compiled")
+    return output
+
+
+def _serve(original: Any, self: Any, arguments: dict[str, Any]) -> Any:
+    """Return what the compiled forward gives a call without a ``PagedCache``, or why it cannot serve it."""
+    runtime = self.compiled
+    cache, mask = arguments.get(runtime.facts.cache_argument), arguments.get("attention_mask")
+    if isinstance(cache, DynamicCache) and isinstance(mask, Tensor):
+        arguments["attention_mask"] = mask.cpu()  # once: it is read several times
+    placement = runtime.placement()  # once: to find it, all modules are walked
+    reason = original_reason() or forward_obstacle(original, self, arguments, placement)
+    if reason := reason or fitting(runtime, arguments, placement):
+        return reason
+    try:
+        return compiled(original, runtime, arguments)
+    except OutOfPagesError:
+        return Reason("out_of_pages")  # other threads took them since
+    except VisibilityMismatchError as error:
+        return Reason(error.reason)
+
+
+def _run_original(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Reason) -> Any:
+    """Run HuggingFace's own forward, and count it."""
+    runtime = self.compiled
     if runtime.config.batch_invariant and current_call.get() is None and not torch.is_grad_enabled():
         raise ValueError(
             f"forward with batch_invariant=True: {reason}; that takes HuggingFace's own forward, whose bits depend on "
@@ -95,11 +108,6 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     count_forward(runtime, "original", reason)
     with runtime.facts.attention.original():
         return original(self, *args, **kwargs)
-
-
-def _in_progress(runtime: CompiledModel) -> AbstractContextManager[None]:
-    """Keep the model awake from the check that it is awake to the end of a forward."""
-    return nullcontext() if current_call.get() is not None else runtime.calls.begun()
 
 
 def _run_prefill(
@@ -115,9 +123,8 @@ def _run_prefill(
     newest = torch.tensor([[columns - 1]], device="cpu")
     position_ids = arguments.get("position_ids", newest)
     last = one_a_token(position_ids[..., -1:], self.config)
-    if last is None or not (
-        mask is None or mask.shape == (rows, columns)
-    ):  # an override of the user's gives other shapes
+    fits = mask is None or mask.shape == (rows, columns)
+    if last is None or not fits:  # an override of the user's gives other shapes
         took(self.compiled, "original", prefill.reason)
         return output
     shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
@@ -203,35 +210,43 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
     model = runtime.facts.model
-    argument = runtime.facts.cache_argument
     if "position_ids" in arguments and reader_of(arguments) is None:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
-    given = arguments.get(argument)
-    keeps = keeps_cache(model, arguments)
-    asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
-    wanted = more_outputs(asked, runtime.facts.hooks)
-    rows = None if given is not None or wanted is not None else NewRows.of(runtime, arguments)
-    if rows is not None:
-        logits, cache, emitted = *rows.forward(keeps), None
-    elif (cache := _cache_for(runtime, given, arguments, keeps)) is None:
-        logits, emitted = _score(runtime, arguments, wanted)
-    else:
-        logits, emitted = _checked_forward(runtime, cache, arguments, wanted)
+    given, keeps = arguments.get(runtime.facts.cache_argument), keeps_cache(model, arguments)
+    logits, cache, emitted = _computed(runtime, given, arguments, keeps)
     if cache is not None and isinstance(given, DynamicCache):
         put_in_pages(given, cache)
     returned = cache if given is None else given if keeps or runtime.facts.hands_cache_back else None
-    labels = arguments.get("labels")
-    loss = None
-    if labels is not None:
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
-        loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
     kind = _output_class(original)
-    output = kind(loss=loss, logits=logits, **{output_field(kind): returned})
+    output = kind(loss=_loss(model, arguments, logits), logits=logits, **{output_field(kind): returned})
     if emitted is not None:
         emitted.put_into(output)
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
+
+
+def _computed(
+    runtime: CompiledModel, given: Cache | None, arguments: Mapping[str, Any], keeps: bool
+) -> tuple[Tensor, PagedCache | None, Any]:
+    """Return logits, the cache that holds the tokens, if the call wants one, and what is wanted besides."""
+    asked = arguments.get("output_hidden_states", getattr(runtime.facts.model.config, "output_hidden_states", False))
+    wanted = more_outputs(asked, runtime.facts.hooks)
+    if given is None and wanted is None and (rows := NewRows.of(runtime, arguments)) is not None:
+        return *rows.forward(keeps), None
+    if (cache := _cache_for(runtime, given, arguments, keeps)) is None:
+        logits, emitted = _score(runtime, arguments, wanted)
+    else:
+        logits, emitted = _checked_forward(runtime, cache, arguments, wanted)
+    return logits, cache, emitted
+
+
+def _loss(model: Any, arguments: Mapping[str, Any], logits: Tensor) -> Any:
+    """Return the loss if there are labels, else None."""
+    if (labels := arguments.get("labels")) is None:
+        return None
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
+    return model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
 
 
 def _cache_for(
@@ -298,13 +313,13 @@ def _checked_forward(
 ) -> tuple[Tensor, Any]:
     if not cache.model_runner.is_of(runtime.facts.model):
         raise _foreign(runtime.facts.cache_argument)
-    ids, positions, brought = _columns_of(cache.model_runner, arguments)
+    ids, positions, extra = _columns_of(cache.model_runner, arguments)
     return cache.forward(
         ids,
         arguments.get("attention_mask"),
         positions,
         arguments.get("logits_to_keep", 0),
-        brought,
+        extra,
         counts_unmasked=runtime.facts.default_positions == "unmasked",
         wanted=wanted,
     )
@@ -312,7 +327,7 @@ def _checked_forward(
 
 def _columns_of(
     model_runner: ModelRunner, arguments: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None, BroughtColumns | None]:
+) -> tuple[Tensor, Tensor | None, ExtraColumns | None]:
     """Return a forward's ids and positions, ``[B, Q]`` each, and what its rows bring besides."""
     positions = arguments.get("position_ids")
     embeddings = arguments.get("inputs_embeds")
@@ -324,8 +339,8 @@ def _columns_of(
     if (reader := reader_of(arguments)) is None:
         return ids, positions, None
     ids = copies().of(ids)
-    brought = needed(reader, "huggingface").columns_of(model_runner, ids, arguments)
-    return ids, torch.from_numpy(brought.positions), brought
+    extra = needed(reader, "huggingface").columns_of(model_runner, ids, arguments)
+    return ids, torch.from_numpy(extra.positions), extra
 
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:

@@ -273,7 +273,7 @@ def test_a_cache_that_is_handed_over_holds_huggingfaces_states(family: str, seed
 
 
 def test_a_call_that_fails_in_its_prompt_can_be_made_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_llm.execution.prefill.prefill import Prefill
+    from compiled_llm.execution.prefill.launches import PrefillLaunches
     from support.execution.failing_calls import fail_once
 
     model, prompts = wrapped_family("Qwen3_5"), prompts_of([9, 37], seed)
@@ -281,7 +281,7 @@ def test_a_call_that_fails_in_its_prompt_can_be_made_again(seed: int, monkeypatc
     for number, done in ((1, False), (1, True), (2, False), (3, True)):
         said = [text + [7] * 25 for text in texts(prompts, out)]
         with monkeypatch.context() as patch:
-            fail_once(patch, Prefill, "_launch", RuntimeError("planted"), number, done)
+            fail_once(patch, PrefillLaunches, "_launch", RuntimeError("planted"), number, done)
             with pytest.raises(RuntimeError, match="planted"):
                 begun(model, said, 4, out.past_key_values)
     assert_goes_on("Qwen3_5", model, out.past_key_values, texts(prompts, out), seed)

@@ -52,7 +52,7 @@ class ScriptedDrafts:
         settings, nothing = DraftSettings(MOST), np.zeros(0, dtype=np.int64)
         self._drafts = Drafts(loop.model_runner, settings, lambda row: nothing, _made, "scripted", Turning([1]))
         key = self._drafts.key(StepKey.decode(1, NEW_TOKENS[0]))
-        self.drafter: Scripted = loop.model_runner.decode_buffers.drafts[key.wants](key).drafter
+        self.drafter: Scripted = loop.model_runner.decode_buffers.drafts[key.drafter](key).drafter
         self._script: dict[Row, Tensor] = {}
         self._drafting = {new: _Drafting(self, self._drafts.drafting(new)) for new in NEW_TOKENS}
 
@@ -89,7 +89,7 @@ def _made(texts: Texts) -> Scripted:
 class _Drafting:
     def __init__(self, drafts: ScriptedDrafts, own: Drafting) -> None:
         self.read = own.read
-        self._drafts, self.wants, self.new_tokens = drafts, own.wants, own.new_tokens
+        self._drafts, self.drafter, self.new_tokens = drafts, own.drafter, own.new_tokens
 
     def entering(self, rows: Sequence[Row]) -> None:
         self._drafts.enter(rows)

@@ -133,7 +133,7 @@ def let_a_cpu_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> None:
         own(self, model, config, device, table)
         self.ours = self.replay = True
-        table.at_best = "ready"
+        table.runnable_state = "ready"
         self._capturer = StandInGraphCapture(model)
         self._compiled = config.mode != "eager"
 

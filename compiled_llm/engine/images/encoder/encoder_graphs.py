@@ -74,11 +74,9 @@ class EncoderGraphs:
 
         ``launch`` runs the program, which is compiled.
         """
-        cuda_graphs = self._manager.cuda_graphs
-        if self._valid(encoder) or not cuda_graphs.ours or self.left_out or self._manager.eager:
+        if self._valid(encoder) or not self._manager.cuda_graphs.ours or self.left_out or self._manager.eager:
             return
         self._forget()
-        cuda_graphs.finish()  # one capture at a time
         capture = GraphCapture(self._model_runner.device)
         self._addresses = _addresses(encoder)
         for tokens in sorted(TOKENS, reverse=True):

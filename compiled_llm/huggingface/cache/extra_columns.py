@@ -1,4 +1,4 @@
-"""What the rows of a forward bring besides token ids, by column, as its inputs have it."""
+"""The extra inputs of a forward's rows, besides token ids, by column."""
 
 # Shapes: B rows, Q columns, C hidden size.
 
@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.execution.batch import Brought
+from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.prefill.embedded import EmbeddedTokens
 
 
-class BroughtColumns(Protocol):
-    """What B rows bring in Q columns."""
+class ExtraColumns(Protocol):
+    """The extra inputs of B rows in Q columns."""
 
-    def select(self, row: int, columns: NDArray[np.int64]) -> Brought | None:
-        """Return what a row brings in some columns, ascending; None if that is nothing."""
+    def select(self, row: int, columns: NDArray[np.int64]) -> ExtraInputs | None:
+        """Return those of a row in some columns, ascending; None if it has none there."""
         ...
 
 
