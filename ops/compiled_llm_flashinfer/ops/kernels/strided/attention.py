@@ -19,7 +19,6 @@ import triton.language as tl
 
 from compiled_llm_flashinfer.ops.contracts import StridedAttention
 from compiled_llm_flashinfer.ops.kernels.strided.parts import PartResults, check_contiguous
-from compiled_llm_ops.kernels.attention.decode import capped
 from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.attention.packed_tiling import (
     FEWEST,
@@ -28,6 +27,7 @@ from compiled_llm_ops.kernels.attention.packed_tiling import (
     PackedTiling,
     packed_tiling,
 )
+from compiled_llm_ops.kernels.logits import capped, weighed
 
 PROGRAMS = 2  # programs of a multiprocessor that rows are divided for
 
@@ -153,10 +153,7 @@ def _strided_attention(
                 byte = tl.load(bits + bit // 8, mask=seen, other=0).to(tl.int32)
                 seen = seen & (((byte >> (bit % 8).to(tl.int32)) & 1) == 1)
             logits = tl.where(seen, logits, -float("inf"))
-            larger = tl.maximum(largest, tl.max(logits, 1))
-            base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
-            weights = tl.exp2(logits - base[:, None])
-            fade = tl.exp2(largest - base)
+            weights, fade, larger = weighed(logits, largest, True)
             v_ptrs = values + page * values_page + kv_head * values_head + slot * values_slot
             v_mask = inside[:, None] & (offs_e < VALUE)[None, :]
             v = tl.load(v_ptrs[:, None] + offs_e[None, :], mask=v_mask, other=0.0)
