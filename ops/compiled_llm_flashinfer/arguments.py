@@ -154,6 +154,16 @@ def data_types(
     return DataTypes(query, *others)
 
 
+def results_like(
+    out: Tensor | None, lse: Tensor | None, wants_lse: bool, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return what results and, if wanted or given, their log-sum-exps are written to, as of ``result_like``."""
+    out = result_like("out", out, shape, dtype, like)
+    if wants_lse or lse is not None:
+        lse = result_like("lse", lse, shape[:2], torch.float32, like)
+    return out, lse
+
+
 def result_like(name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
     """Return the tensor that results are written to, a new one if none is given; ValueError if it has another form."""
     if given is None:

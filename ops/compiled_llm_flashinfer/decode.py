@@ -20,7 +20,7 @@ from compiled_llm_flashinfer.arguments import (
 )
 from compiled_llm_flashinfer.attend import BatchTable, Logits, attend, logits
 from compiled_llm_flashinfer.layouts import Pages, check_layout, paged, ragged
-from compiled_llm_flashinfer.workspace import PlannedRun, as_index
+from compiled_llm_flashinfer.workspace import PlannedRun, as_index, without_lse
 
 
 def single_decode_with_kv_cache(
@@ -86,7 +86,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
         self._indices_buffer = self._buffer("paged_kv_indices_buffer", paged_kv_indices_buffer)
         self._last_page_len_buffer = self._buffer("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer)
         self._check_rows(self._indptr_buffer, self._last_page_len_buffer, "buffer")
-        self._table: BatchTable | None = None
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -198,20 +197,17 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,
         )
-        if self._table is None:
-            raise RuntimeError("call plan() before run()")
+        table = self._planned_table(window_left)
         keys, values = paged(paged_kv_cache, self._kv_layout)
         self._types.check(q, keys)
-        self._check_run(q, window_left, q_len_per_req)
+        self._check_run(q, q_len_per_req)
         return self._attend(
-            q, keys, values, self._table, out, lse, return_lse, self._types.result, args,
+            q, keys, values, table, out, lse, return_lse, self._types.result, args,
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
-    def _check_run(self, q: Tensor, window_left: int | None, q_len_per_req: int | None) -> None:
+    def _check_run(self, q: Tensor, q_len_per_req: int | None) -> None:
         rows = self._paged_kv_last_page_len_buf.shape[0]
-        if window_left is not None and window_left != self._how.window_left:
-            raise ValueError(f"window_left must be {self._how.window_left}, as planned; got {window_left}")
         if q.dim() != 3 or q.shape[0] % max(1, rows):
             raise ValueError(f"q must be [T, H, D], T a multiple of {rows} rows; got {tuple(q.shape)}")
         if q_len_per_req is None:
@@ -221,29 +217,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
             raise ValueError(
                 f"q must have {rows} * {q_len_per_req} queries, rows times q_len_per_req; got {tuple(q.shape)}"
             )
-
-    def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: Pages,
-        pos_encoding_mode: str = "NONE",
-        q_scale: Scale = None,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor:
-        """Deprecated: ``run``, after how logits are made was planned anew. Arguments as of both."""
-        self._plan_logits(
-            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        assert isinstance(out, Tensor)
-        return out
 
     def forward_return_lse(
         self,
@@ -259,17 +232,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Deprecated: ``forward`` that also returns the log-sum-exp."""
+        """Deprecated: ``run_return_lse``, after how logits are made was planned anew. Arguments as of both."""
         self._plan_logits(
-            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            causal=True, pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
         return self.run_return_lse(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
-    def _plan_logits(self, **how: Any) -> None:
-        if self._table is None:
-            raise RuntimeError("call plan() before forward()")
-        self._how = logits(self._heads, self.device, causal=True, one_order=self._how.one_order, **how)
+    forward = without_lse(forward_return_lse)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

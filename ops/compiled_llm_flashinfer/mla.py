@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_flashinfer.arguments import DataTypes, as_dtype, check_backend, refuse, result_like
+from compiled_llm_flashinfer.arguments import DataTypes, as_dtype, check_backend, refuse, results_like
 from compiled_llm_flashinfer.ops.strided.latents import strided_latent_attention
 from compiled_llm_flashinfer.workspace import Planned, as_index
 
@@ -131,9 +131,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
             table = _table_of(q_nope, kv_len, page_table)
         else:
             table = self._checked(q_nope, q_pe, ckv_cache, kpe_cache)
-        out = result_like("out", out, tuple(q_nope.shape), q_nope.dtype, q_nope)
-        if return_lse or lse is not None:
-            lse = result_like("lse", lse, tuple(q_nope.shape[:2]), torch.float32, q_nope)
+        out, lse = results_like(out, lse, return_lse, tuple(q_nope.shape), q_nope.dtype, q_nope)
         states = (q_nope, q_pe, ckv_cache, kpe_cache)
         strided_latent_attention(*states, out, lse, *table, self._scale, self._causal)
         if lse is not None and return_lse_base_on_e:

@@ -22,7 +22,7 @@ from compiled_llm_flashinfer.masks import packed_mask
 from compiled_llm_flashinfer.page import get_seq_lens
 from compiled_llm_flashinfer.quantization import packbits
 from compiled_llm_flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from compiled_llm_flashinfer.workspace import PlannedPrefill, as_index
+from compiled_llm_flashinfer.workspace import PlannedPrefill, as_index, without_lse
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -261,30 +261,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
-    def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: Pages,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: Scale = None,
-        v_scale: Scale = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor:
-        """Deprecated: ``run``, after how logits are made was planned anew. Arguments as of both."""
-        self._plan_logits(
-            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        out = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
-        assert isinstance(out, Tensor)
-        return out
-
     def forward_return_lse(
         self,
         q: Tensor,
@@ -300,9 +276,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Deprecated: ``forward`` that also returns the log-sum-exp."""
+        """Deprecated: ``run_return_lse``, after how logits are made was planned anew. Arguments as of both."""
         self._plan_logits(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
         return self.run_return_lse(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+    forward = without_lse(forward_return_lse)

@@ -14,7 +14,7 @@ from compiled_llm_flashinfer.arguments import Scale, check_backend, data_types, 
 from compiled_llm_flashinfer.attend import logits
 from compiled_llm_flashinfer.layouts import check_layout, ragged
 from compiled_llm_flashinfer.masks import packed_mask
-from compiled_llm_flashinfer.workspace import PlannedPrefill, as_index
+from compiled_llm_flashinfer.workspace import PlannedPrefill, as_index, without_lse
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
@@ -154,29 +154,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor:
-        """Deprecated: ``run``, after how logits are made was planned anew. Arguments as of both."""
-        self._plan_logits(
-            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
-        )  # fmt: skip
-        out = self.run(q, k, v)
-        assert isinstance(out, Tensor)
-        return out
-
     def forward_return_lse(
         self,
         q: Tensor,
@@ -191,9 +168,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Deprecated: ``forward`` that also returns the log-sum-exp."""
+        """Deprecated: ``run_return_lse``, after how logits are made was planned anew. Arguments as of both."""
         self._plan_logits(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
         return self.run_return_lse(q, k, v)
+
+    forward = without_lse(forward_return_lse)

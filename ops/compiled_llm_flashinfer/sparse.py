@@ -18,7 +18,7 @@ from torch import Tensor
 from compiled_llm_flashinfer.arguments import (
     as_dtype,
     data_types,
-    result_like,
+    results_like,
     softmax_scale,
 )
 from compiled_llm_flashinfer.attend import BatchTable, attend, logits
@@ -128,9 +128,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         for name, states in (("k", k), ("v", v)):
             if states.shape != self._keys:
                 raise ValueError(f"{name} must be {self._keys}, as planned; got {tuple(states.shape)}")
-        out = result_like("out", out, self._shape, self._result, q)
-        if return_lse or lse is not None:
-            lse = result_like("lse", lse, self._shape[:2], torch.float32, q)
+        out, lse = results_like(out, lse, return_lse, self._shape, self._result, q)
         if self._table is None:
             refuse_scales(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
             self._run_own(q, k, v, out, lse)
@@ -260,9 +258,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         ``enable_pdl`` is not read.
         """
         self._check_run("q, its first two axes exchanged,", q.transpose(0, 1))
-        out = result_like("out", out, tuple(q.shape), q.dtype, q)
-        if return_lse or lse is not None:
-            lse = result_like("lse", lse, tuple(q.shape[:2]), torch.float32, q)
+        out, lse = results_like(out, lse, return_lse, tuple(q.shape), q.dtype, q)
         results = self._own(q, k, v, lse is not None) if self._table is None else self._strided(q, k, v, self._table)
         out.copy_(results[0])
         if lse is not None:

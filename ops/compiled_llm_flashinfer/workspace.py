@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
-from compiled_llm_flashinfer.arguments import DataTypes, Scale, fp8_scales, result_like
+from compiled_llm_flashinfer.arguments import DataTypes, Scale, fp8_scales, results_like
 from compiled_llm_flashinfer.attend import BatchTable, Logits, attend, logits
+
+_Parameters = ParamSpec("_Parameters")
 
 
 class Planned:
@@ -66,17 +69,44 @@ def as_index(table: Tensor) -> Tensor:
     return table if table.dtype in (torch.int32, torch.int64) else table.to(torch.int32)
 
 
+def without_lse(method: Callable[_Parameters, tuple[Tensor, Tensor]]) -> Callable[_Parameters, Tensor]:
+    """Return a method with the arguments of one that also returns the log-sum-exp."""
+
+    @functools.wraps(method, assigned=())
+    def forward(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Tensor:
+        """Deprecated: ``forward_return_lse`` without the log-sum-exp."""
+        return method(*args, **kwargs)[0]
+
+    return forward
+
+
 class PlannedRun(Planned):
     """A wrapper whose ``run`` is one call of ``attend``."""
 
     run: Callable[..., Any]
+    _table: BatchTable | None = None
     _types: DataTypes
     _how: Logits
+    _heads: int
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """``run`` with ``return_lse=True``."""
         out, lse = self.run(*args, **kwargs, return_lse=True)
         return out, lse
+
+    def _plan_logits(self, **how: Any) -> None:
+        """Plan how logits are made anew, for ``forward``; RuntimeError if nothing was planned."""
+        if self._table is None:
+            raise RuntimeError("call plan() before forward()")
+        self._how = logits(self._heads, self.device, one_order=self._how.one_order, **how)
+
+    def _planned_table(self, window_left: int | None) -> BatchTable:
+        """Return where rows lie; RuntimeError if nothing was planned, ValueError for another window."""
+        if self._table is None:
+            raise RuntimeError("call plan() before run()")
+        if window_left is not None and window_left != self._how.window_left:
+            raise ValueError(f"window_left must be {self._how.window_left}, as planned; got {window_left}")
+        return self._table
 
     def _attend(
         self,
@@ -96,10 +126,7 @@ class PlannedRun(Planned):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return what ``run`` returns, whose arguments the others are, in ``out`` and ``lse`` where they are given."""
         scale_q, scale_k, scale_v = fp8_scales(args)
-        shape = (*q.shape[:2], values.shape[3])
-        out = result_like("out", out, shape, result, q)
-        if return_lse or lse is not None:
-            lse = result_like("lse", lse, shape[:2], torch.float32, q)
+        out, lse = results_like(out, lse, return_lse, (*q.shape[:2], values.shape[3]), result, q)
         attend(
             q, keys, values, out, lse, table, self._how,
             logit_scales={"q_scale": q_scale, "k_scale": k_scale, "scale_q": scale_q, "scale_k": scale_k},
@@ -111,7 +138,6 @@ class PlannedRun(Planned):
 class PlannedPrefill(PlannedRun):
     """A wrapper of prefill, whose plans may have masks."""
 
-    _heads: int
     _tokens: int
 
     def __init__(
@@ -124,7 +150,6 @@ class PlannedPrefill(PlannedRun):
         super().__init__(float_workspace_buffer, use_cuda_graph)
         self._mask_buffers = (custom_mask_buf, mask_indptr_buf) if use_cuda_graph else (None, None)
         self._rows = -1
-        self._table: BatchTable | None = None
 
     def _check_rows(self, rows: int, **tables: tuple[Tensor | None, int]) -> None:
         """Raise ValueError unless each table has an entry for each row, and as many more as are said."""
@@ -157,17 +182,9 @@ class PlannedPrefill(PlannedRun):
         self._heads, self._tokens, self._types, self._how = heads, int(qo_indptr[-1]), types, how
 
     def _checked(self, q: Tensor, window_left: int | None) -> BatchTable:
-        """Return where rows lie; RuntimeError if nothing was planned, ValueError for other queries or windows."""
-        if self._table is None:
-            raise RuntimeError("call plan() before run()")
-        if window_left is not None and window_left != self._how.window_left:
-            raise ValueError(f"window_left must be {self._how.window_left}, as planned; got {window_left}")
+        """Return where rows lie as ``_planned_table`` does; ValueError for other queries."""
+        table = self._planned_table(window_left)
         # A graph has one shape for all batches: it is not to have another for each number of tokens.
         if not torch.compiler.is_dynamo_compiling() and q.shape[0] != self._tokens:
             raise ValueError(f"q must have {self._tokens} tokens, as planned with qo_indptr; got {tuple(q.shape)}")
-        return self._table
-
-    def _plan_logits(self, **how: Any) -> None:
-        if self._table is None:
-            raise RuntimeError("call plan() before forward()")
-        self._how = logits(self._heads, self.device, one_order=self._how.one_order, **how)
+        return table

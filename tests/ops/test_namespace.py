@@ -62,6 +62,20 @@ def test_opcheck(name, seed, whole, monkeypatch):
     opcheck(getattr(torch.ops.compiled_llm, name).default, CASES[name](), seed, whole, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["cascade_attention", "decode_attention_variant", "rope_append_paged_kv"])
+def test_arguments_that_ops_have_in_common_are_alike_and_in_one_order(name):
+    decode, own = (
+        {argument.name: argument for argument in getattr(torch.ops.compiled_llm, op).default._schema.arguments}
+        for op in ("decode_attention", name)
+    )
+    shared = [argument for argument in decode if argument in own]
+    assert len(shared) > 10
+    assert [argument for argument in own if argument in decode] == shared
+    for argument in shared:
+        assert str(own[argument].type) == str(decode[argument].type)
+        assert own[argument].default_value == decode[argument].default_value
+
+
 def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
     def layer(batch: tuple[Tensor, ...], pages: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         query, key, value, rows, positions, qo_indptr, indptr, indices, last = batch

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm_ops import build_sampling, sample_tokens
+from compiled_llm_ops import (
+    BIASED,
+    COUNTED,
+    FOLLOWING,
+    MASKED,
+    MAX_BIASES,
+    MAX_FOLLOWED,
+    build_sampling,
+    sample_tokens,
+)
 from compiled_llm_ops.sampling.sampling import SampleTokens
 from support.ops.compiling import compiled
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -251,6 +260,24 @@ def test_counts_stay_in_their_range(before: int) -> None:
         given.counts[0] = before
         sample(*given)
         assert given.counts[0].tolist() == [before + 2 * (before < 32766), before, before]
+
+
+@interpreted
+@pytest.mark.parametrize("sample", [launch, sample_tokens])
+def test_what_adjustments_do_not_ask_for_may_hold_anything(sample: Any, seed: int) -> None:
+    settings = [Sampling(), COUNTING, *EDITED]
+    logits, seeds = torch.randn(len(settings), 777), some_seeds(len(settings))
+    expected = sample(*arguments(logits, seeds, settings))
+    given = arguments(logits, seeds, settings)
+    kinds = given.adjustments[:, None]
+    asked = {"counts": kinds & COUNTED, "allowed": kinds & MASKED, "recent": kinds // FOLLOWING & MAX_FOLLOWED}
+    unread = {name: (own == 0).expand_as(getattr(given, name)) for name, own in asked.items()}
+    unread["biases"] = (torch.arange(MAX_BIASES) >= kinds // BIASED)[:, None].expand_as(given.biases)
+    for name, places in unread.items():
+        getattr(given, name)[places] = 5  # a token, a count, a mask that bars tokens, and a bias that always holds
+        assert places[-1].all(), "the entry of padding rows"
+    assert torch.equal(sample(*given), expected)
+    assert all(bool((getattr(given, name)[places] == 5).all()) for name, places in unread.items())
 
 
 @interpreted

@@ -28,12 +28,10 @@ from compiled_llm_ops import (
     DEFERRED,
     FOLLOWING,
     MASKED,
-    MAX_BIASES,
-    MAX_FOLLOWED,
     NOT_A_TOKEN as NOT_A_TOKEN,
     sample_tokens,
 )
-from compiled_llm_ops.sampling.sampling import NUMBERS as NUMBERS_OF_OP, SampleTokens
+from compiled_llm_ops.sampling.sampling import NUMBERS as NUMBERS_OF_OP, SampleTokens, wide_shapes
 
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
@@ -49,7 +47,8 @@ class Sampling(SamplingNumbers):
         output_ids: ``[n]`` int64, tokens that the answer has already.
         biases: ``[4 + F, n]`` int32, packed, at most ``MAX_BIASES``.
         start: position of the answer's first token, from which on the steps of biases count.
-        tail: ``[n]`` int64, the tokens before it that biases may look at.
+        tail: ``[n]`` int64, the tokens before it that biases may look at; read when the row comes in, if there are
+            such biases (``followed``).
         mask: ``[words]`` int32, a bit for each token, the lowest first: 0 forbids it; None for all tokens.
         deferred: its token is sampled by a launch of its own, once the host has seen the tokens before it.
     """
@@ -103,16 +102,19 @@ NUMBERS = {**NUMBERS_OF_OP, "seed": torch.int64}
 
 
 class SamplingTables(NamedTuple):
-    """The slots' tables on the device, float32 where nothing else is said; the last of X entries is padding rows'.
+    """The slots' tables on the device, float32 where nothing else is said.
+
+    The last of X entries is that of padding rows, which may be several: it has no adjustments, so that no table with
+    more than a number is read or written for it (``wide_shapes`` says which is when).
 
     Attributes:
         next_token: ``[X]`` int64, the last sampled token, the row's next input.
         seed: ``[X]`` int64.
         numbers: ``[X]`` each, those of the op, in its order.
-        counts: ``[X, V]`` int16, twice how often the answer has a token, and 1 more if the prompt has it.
-        allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
-        biases: ``[X, 4 + MAX_FOLLOWED, MAX_BIASES]`` int32, packed, their steps as positions.
-        recent: ``[X, MAX_FOLLOWED + 1]`` int32, the latest tokens, at their positions modulo that.
+        counts: twice how often the answer has a token, and 1 more if the prompt has it.
+        allowed: a bit for each token.
+        biases: packed, their steps as positions.
+        recent: the latest tokens, at their positions modulo ``MAX_FOLLOWED + 1``.
     """
 
     next_token: Tensor
@@ -154,13 +156,8 @@ class SamplingTables(NamedTuple):
 
 def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
     """Return zeros for the tables that have more than a number a row."""
-    shapes = {
-        "counts": ((entries, vocabulary), torch.int16),
-        "allowed": ((entries, -(-vocabulary // 32)), torch.int32),
-        "biases": ((entries, 4 + MAX_FOLLOWED, MAX_BIASES), torch.int32),
-        "recent": ((entries, MAX_FOLLOWED + 1), torch.int32),
-    }
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+    shapes = wide_shapes(entries, vocabulary).items()
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes}
 
 
 GREEDY = Sampling(temperature=0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -68,6 +69,21 @@ class StridedAppend(NamedTuple):
     token_positions: Tensor
     indptr: Tensor
     indices: Tensor
+
+
+def check_columns(op: str, args: StridedAttention | StridedLatentAttention, sizes: dict[str, int | None]) -> None:
+    """Raise ValueError unless each column that is given has one axis of its size, if it has one, and is of integers."""
+    for name, size in sizes.items():
+        column = getattr(args, name)
+        if column is None:
+            continue
+        if column.dim() != 1 or (size is not None and column.shape[0] != size):
+            raise ValueError(
+                f"{op}: {name} must be [{'N' if size is None else size}] for {args.rows} rows; got "
+                f"{tuple(column.shape)}"
+            )
+        if column.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{op}: {name} must be int32 or int64; got {column.dtype}")
 
 
 class SparseItem(NamedTuple):

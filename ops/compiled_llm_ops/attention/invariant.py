@@ -20,6 +20,7 @@ from compiled_llm_ops.contracts import (
     RopeAppendPagedKv,
     check_capability,
     check_even_heads,
+    common_fields,
     value_size,
 )
 from compiled_llm_ops.library import define_op
@@ -95,14 +96,13 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     check_even_heads("invariant_attention", args.pages)
     check_capability("invariant_attention", args.pages)
     device = args.query.device
-    shared = {name: getattr(args, name) for name in RopeAppendPagedKv._fields if name in DecodeAttention._fields}
     # The kernel finds a token's place by the rows' lengths.
     unread: dict[str, Any] = {"token_rows": args.lengths, "token_positions": args.lengths}
     out = torch.empty(args.query.shape, dtype=args.query.dtype, device=device)
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device) if wants_lse else None
     with torch.cuda.device(device):  # Triton launches on the current one
         pdl = args.overlap and has_pdl(device)
-        written = RopeAppendPagedKv(**shared, **unread, indptr=args.starts)
+        written = RopeAppendPagedKv(**common_fields(args, RopeAppendPagedKv), **unread, indptr=args.starts)
         query = rope_append(written, pdl=pdl, lengths=args.lengths)
         queries = PackedQueries(
             query, args.pages, None, args.starts, args.lengths, args.indices, args.scale, args.window_left,

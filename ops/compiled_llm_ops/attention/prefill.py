@@ -18,6 +18,7 @@ from compiled_llm_ops.contracts import (
     check_rows,
     check_scales,
     has_uneven_heads,
+    table_of,
     value_size,
 )
 from compiled_llm_ops.library import define_op
@@ -77,7 +78,7 @@ def check(
 
 
 def _check(args: PagedAttention) -> None:
-    check("paged_attention", args.query, args.pages, args.table, args.key_scale, args.value_scale)
+    check("paged_attention", args.query, args.pages, table_of(args), args.key_scale, args.value_scale)
 
 
 # ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other
@@ -90,7 +91,7 @@ def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
         return _as_planned(args, wants_lse)
     _check(args)
     how = (args.scale, args.window_left, args.logits_soft_cap, wants_lse, args.key_scale, args.value_scale)
-    return attend_row_by_row(args.query, args.pages, args.table, *how)
+    return attend_row_by_row(args.query, args.pages, table_of(args), *how)
 
 
 # ---- CUDA: the kernels of the backend that the plan is of

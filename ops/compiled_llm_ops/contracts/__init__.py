@@ -57,6 +57,35 @@ class PageTable(NamedTuple):
     last_page_len: Tensor
 
 
+def common_fields(args: Any, signature: type[Any]) -> dict[str, Any]:
+    """Return the arguments of an op that another one has, too, by name: ops of a family name and order them alike."""
+    return {name: getattr(args, name) for name in signature._fields if name in args._fields}
+
+
+def table_of(args: Any) -> PageTable:
+    """Return the page table among an op's arguments."""
+    return PageTable(args.qo_indptr, args.indptr, args.indices, args.last_page_len)
+
+
+def geometry_of(
+    op: str, query: Tensor, pages: Tensor, window_left: int, logits_soft_cap: float = 0.0, function: str = ""
+) -> Geometry:
+    """Return the geometry of queries ``[T, H, D]``, as large as stored, over pages; ValueError for uneven heads."""
+    check_even_heads(op, pages)
+    _, _, kv_heads, page_size, stored = pages.shape
+    return Geometry(
+        query.shape[1],
+        kv_heads,
+        stored,
+        page_size,
+        window_left,
+        logits_soft_cap,
+        query.dtype,
+        pages.dtype,
+        function=function,
+    )
+
+
 def check_token_places(op: str, tokens: int, args: Any) -> None:
     """Raise ValueError if what says where so many tokens lie in the pages does not fit, or is not int32."""
     if args.token_rows.shape != (tokens,) or args.token_positions.shape != (tokens,):
@@ -227,7 +256,7 @@ class PlanPagedAttention(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(*(getattr(self, name) for name in Geometry._fields))
+        return Geometry(**common_fields(self, Geometry))
 
 
 class PlannedBatch(NamedTuple):
@@ -259,14 +288,7 @@ class PagedAttention(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
-        check_even_heads("paged_attention", self.pages)
-        _, _, kv_heads, page_size, stored = self.pages.shape
-        heads, options = self.query.shape[1], (self.window_left, self.logits_soft_cap)
-        return Geometry(heads, kv_heads, stored, page_size, *options, self.query.dtype, self.pages.dtype)
-
-    @property
-    def table(self) -> PageTable:
-        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
+        return geometry_of("paged_attention", self.query, self.pages, self.window_left, self.logits_soft_cap)
 
 
 class DecodeAttention(NamedTuple):

@@ -1,6 +1,6 @@
-"""What else becomes of logits in Triton kernels: two device functions, which others hand in."""
+"""What becomes of logits in Triton kernels: they are capped, weighed, and changed by functions that are handed in."""
 
-# A kernel takes them as constants of its compilation, so that any kernel which has a tile of logits can call
+# A kernel takes such functions as constants of its compilation, so that any kernel which has a tile of logits can call
 # any, and one without has none of this in its code.
 # Shapes: M queries of a tile (query heads of one kv head), N keys of a tile.
 
@@ -38,6 +38,30 @@ class LogitsTransform(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """The kernel's constants."""
         return {"LOGITS": self.logits, "VISIBLE": self.visible, "SUMMED": not self.softmax, "TRANSFORMED": True}
+
+
+@triton.jit
+def capped(logits, cap):
+    """``cap * tanh(logits)``."""
+    return cap - 2.0 * cap / (tl.exp2(logits * 2.8853900817779268) + 1.0)  # 2 / ln 2
+
+
+@triton.jit
+def base_of(largest, BLIND: tl.constexpr):
+    """Return the numbers that exponents are taken relative to: finite if a query has seen no key yet, too."""
+    # That can only be if BLIND: the only query of a row that reads all its pages sees a key in each block.
+    if not BLIND:
+        return largest
+    return tl.where(largest == -float("inf"), 0.0, largest)
+
+
+@triton.jit
+def weighed(logits, largest, BLIND: tl.constexpr):
+    """Return weights of logits ``[M, N]``, the factor of earlier sums ``[M]``, and the largest logits ``[M]`` now."""
+    # ``largest`` are those of earlier keys; all are in base 2. If BLIND, a query may have seen no key yet.
+    larger = tl.maximum(largest, tl.max(logits, 1))
+    base = base_of(larger, BLIND)
+    return tl.exp2(logits - base[:, None]), tl.exp2(largest - base), larger
 
 
 @triton.jit

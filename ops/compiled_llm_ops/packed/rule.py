@@ -57,20 +57,38 @@ class Tile(NamedTuple):
     overlapped: int = MAX_OVERLAPPED
 
 
+class Reading(Enum):
+    """How a kernel reads blocks of codes; values are those of ``way_of`` and of layouts."""
+
+    BYTES = "bytes"
+    HALVES = "halves"
+    WORDS_BY_INPUT = "words_by_input"
+    WORDS_BY_OUTPUT = "words_by_output"
+    TILES = "tiles"
+    GATHERED = "gathered"
+
+
 _BY_OUTPUT = Tile(64, 4, 4, 3.0)
 _BY_INPUT = Tile(128, 3, 4, 3.0, apart=True)
 _TILED = Tile(128, 3, 4, 3.0)
-_MANY, _MORE = Tile(64, 3, 4, 3.0), Tile(64, 3, 4, 2.0)
+_MANY = Tile(64, 3, 4, 3.0)
+_MORE = Tile(64, 3, 4, 2.0)
 TILES = {
-    "bytes": (Tile(64, 4, 4, 3.0), Tile(32, 4, 2, 6.0), Tile(64, 4, 2, 4.0), _MANY, _MORE),
-    "halves": (Tile(64, 4, 4, 3.0, True, 8), Tile(64, 4, 2, 6.0, True), Tile(64, 4, 2, 6.0, True), _MANY, _MORE),
-    "words_by_input": (_BY_INPUT, _BY_INPUT, _BY_INPUT, _BY_INPUT, Tile(128, 3, 8, 1.0, True)),
-    "tiles": (_TILED, _TILED, _TILED, _MANY, _MORE),
-    "words_by_output": (_BY_OUTPUT, _BY_OUTPUT, _BY_OUTPUT, _MANY, _MORE),
+    Reading.BYTES: (Tile(64, 4, 4, 3.0), Tile(32, 4, 2, 6.0), Tile(64, 4, 2, 4.0), _MANY, _MORE),
+    Reading.HALVES: (
+        Tile(64, 4, 4, 3.0, apart=True, overlapped=8),
+        Tile(64, 4, 2, 6.0, apart=True),
+        Tile(64, 4, 2, 6.0, apart=True),
+        _MANY,
+        _MORE,
+    ),
+    Reading.WORDS_BY_INPUT: (_BY_INPUT, _BY_INPUT, _BY_INPUT, _BY_INPUT, Tile(128, 3, 8, 1.0, apart=True)),
+    Reading.TILES: (_TILED, _TILED, _TILED, _MANY, _MORE),
+    Reading.WORDS_BY_OUTPUT: (_BY_OUTPUT, _BY_OUTPUT, _BY_OUTPUT, _MANY, _MORE),
 }
 """By how a kernel reads a weight, and by TILE_ROWS."""
 
-FEWEST_ROWS = {"tiles": 16, "words_by_output": 16}  # rows of a tile at least
+FEWEST_ROWS = {Reading.TILES: 16, Reading.WORDS_BY_OUTPUT: 16}  # rows of a tile at least
 
 
 class JoinedTile(NamedTuple):
@@ -85,61 +103,107 @@ class JoinedTile(NamedTuple):
     inputs: int = MAX_BLOCK  # that a program multiplies at a time, at most
 
 
-_64, _128 = JoinedTile(64, 64, 3, 3.0, overlapped=64), JoinedTile(128, 64, 3, 2.0, overlapped=128)
-_NF4 = (
+class Joined(NamedTuple):
+    """The products with one kind of weight whose codes are joined in order."""
+
+    tiles: tuple[JoinedTile, ...]  # the first that is large enough, and several of the last for more rows
+    fewest: int = 1  # rows from which on codes are joined
+    most: int = MAX_JOINED  # rows up to which they are
+
+
+class Groups(Enum):
+    """The inputs that share a scale, beside those of a block: a block of short groups has several, or scales sums."""
+
+    LONG = "one group or none has all inputs of a block"
+    SHORT = "fewer inputs than a block has"
+    OF_64 = "64 inputs, where a block has more"
+
+
+class JoinedKind(NamedTuple):
+    """What decides on the tiles of a weight whose codes are joined."""
+
+    reading: Reading
+    groups: Groups = Groups.LONG
+
+
+_64 = JoinedTile(64, 64, 3, 3.0, overlapped=64)
+_128 = JoinedTile(128, 64, 3, 2.0, overlapped=128)
+_SHORT_64 = JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256)
+_SHORT_128 = JoinedTile(128, 64, 2, 3.0, overlapped=128)
+_SHORT_GROUPS = Joined(
+    (JoinedTile(16, 64, 2, 6.0, inputs=256), JoinedTile(32, 64, 2, 6.0, inputs=256), _SHORT_64, _SHORT_128), most=256
+)
+_GROUPS_OF_64 = Joined(
+    (JoinedTile(16, 128, 4, 6.0, inputs=64), JoinedTile(32, 128, 4, 6.0, inputs=64), _SHORT_64, _SHORT_128), most=256
+)
+JOINED = {
+    JoinedKind(Reading.BYTES): Joined(
+        (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64, _128), fewest=9
+    ),
+    JoinedKind(Reading.HALVES): Joined((JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128), fewest=9),
+    JoinedKind(Reading.HALVES, Groups.SHORT): _SHORT_GROUPS,
+    JoinedKind(Reading.HALVES, Groups.OF_64): Joined(
+        (JoinedTile(32, 64, 3, 3.0), _SHORT_64, _SHORT_128), fewest=17, most=256
+    ),
+    JoinedKind(Reading.WORDS_BY_INPUT): Joined(
+        (JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 64, 6, 3.0, overlapped=32), _64, _128)
+    ),
+    JoinedKind(Reading.WORDS_BY_INPUT, Groups.SHORT): _SHORT_GROUPS,
+    JoinedKind(Reading.WORDS_BY_INPUT, Groups.OF_64): _GROUPS_OF_64,
+    JoinedKind(Reading.WORDS_BY_OUTPUT): Joined(
+        (JoinedTile(16, 64, 3, 3.0, overlapped=8), JoinedTile(32, 64, 3, 2.0), _64, _128)
+    ),
+    JoinedKind(Reading.WORDS_BY_OUTPUT, Groups.SHORT): Joined(
+        (JoinedTile(16, 128, 4, 6.0, inputs=32), JoinedTile(32, 64, 2, 3.0, inputs=256), _SHORT_64, _SHORT_128),
+        most=256,
+    ),
+    JoinedKind(Reading.WORDS_BY_OUTPUT, Groups.OF_64): _GROUPS_OF_64,
+    JoinedKind(Reading.TILES): Joined(
+        (
+            JoinedTile(16, 128, 3, 6.0, overlapped=16),
+            JoinedTile(32, 128, 3, 6.0, overlapped=32),
+            JoinedTile(64, 128, 4, 2.0, overlapped=64),
+            JoinedTile(128, 128, 3, 2.0, overlapped=128),
+        ),
+        most=1024,
+    ),
+    JoinedKind(Reading.TILES, Groups.SHORT): Joined(
+        (
+            JoinedTile(16, 128, 3, 3.0, overlapped=16),
+            JoinedTile(32, 64, 3, 6.0, overlapped=32),
+            JoinedTile(64, 64, 3, 3.0, overlapped=64),
+            JoinedTile(128, 64, 2, 3.0, overlapped=128),
+        ),
+        most=1024,
+    ),
+}
+"""By how a kernel reads a weight of other codes than NF4."""
+
+_FEW_OF_NF4 = (
     JoinedTile(8, 64, 3, 6.0, overlapped=8, inputs=256),
     JoinedTile(16, 64, 3, 6.0, overlapped=16, inputs=256),
     JoinedTile(32, 64, 3, 3.0, overlapped=32, inputs=256),
 )
-_WORDS_BY_INPUT, _WORDS_BY_OUTPUT = JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(16, 64, 3, 3.0, overlapped=8)
-_SEVERAL = JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256), JoinedTile(128, 64, 2, 3.0, overlapped=128)
-_GROUPS = (JoinedTile(16, 64, 2, 6.0, inputs=256), JoinedTile(32, 64, 2, 6.0, inputs=256), *_SEVERAL)
-_GROUPS_OF_64 = (JoinedTile(16, 128, 4, 6.0, inputs=64), JoinedTile(32, 128, 4, 6.0, inputs=64), *_SEVERAL)
-JOINED = {
-    "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64, _128),
-    "halves": (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128),
-    "nf4": (
-        *_NF4,
+NF4 = Joined(
+    (
+        *_FEW_OF_NF4,
         JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256),
         JoinedTile(128, 64, 4, 3.0, overlapped=128, inputs=64),
         JoinedTile(256, 64, 3, 2.0, overlapped=256, inputs=64),
     ),
-    "nf4, nested": (
-        *_NF4,
+    most=256,
+)
+NESTED_NF4 = Joined(
+    (
+        *_FEW_OF_NF4,
         JoinedTile(64, 64, 2, 3.0, inputs=256),
         JoinedTile(128, 64, 2, 3.0, overlapped=256, inputs=128),
     ),
-    "words_by_input": (_WORDS_BY_INPUT, JoinedTile(32, 64, 6, 3.0, overlapped=32), _64, _128),
-    "words_by_output": (_WORDS_BY_OUTPUT, JoinedTile(32, 64, 3, 2.0), _64, _128),
-    "tiles": (
-        *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 128, 3, 6.0, overlapped=32)),
-        *(JoinedTile(64, 128, 4, 2.0, overlapped=64), JoinedTile(128, 128, 3, 2.0, overlapped=128)),
-    ),
-    "tiles, groups": (
-        *(JoinedTile(16, 128, 3, 3.0, overlapped=16), JoinedTile(32, 64, 3, 6.0, overlapped=32)),
-        *(JoinedTile(64, 64, 3, 3.0, overlapped=64), JoinedTile(128, 64, 2, 3.0, overlapped=128)),
-    ),
-    **dict.fromkeys(("halves, groups", "words_by_input, groups"), _GROUPS),
-    "words_by_output, groups": (
-        *(JoinedTile(16, 128, 4, 6.0, inputs=32), JoinedTile(32, 64, 2, 3.0, inputs=256)),
-        *_SEVERAL,
-    ),
-    "halves, groups of 64": (JoinedTile(32, 64, 3, 3.0), *_SEVERAL),
-    **dict.fromkeys(("words_by_input, groups of 64", "words_by_output, groups of 64"), _GROUPS_OF_64),
-}
-"""By how a kernel reads a weight: the first that is large enough, and several of the last for more rows.
-
-Of short ``groups``, of less than MAX_BLOCK inputs with a scale, a block has several, whose numbers are scaled, or one.
-"""
+    most=256,
+)
+"""Of NF4, with scales of 8 bits."""
 # A multiprocessor runs three programs with tiles of 64 x 64 at a time. Codes of NF4 are looked up, which takes long:
 # its tiles have up to 256 rows, so that it is done once.
-
-FEWEST_JOINED = {"bytes": 9, "halves": 9, "halves, groups of 64": 17}
-"""Rows from which on codes are joined in order; of all others from one on."""
-
-_FEWER = {kind: 256 for kind in JOINED if "nf4" in kind or "groups" in kind}
-MAX_JOINED_OF = {**_FEWER, "tiles": 1024, "tiles, groups": 1024}
-"""Rows up to which they are, where that is not MAX_JOINED."""
 
 
 class RoundedTile(NamedTuple):
@@ -153,13 +217,15 @@ class RoundedTile(NamedTuple):
 
 
 ROUNDED = (
-    *(RoundedTile(16, 64, 6, 2.0), RoundedTile(32, 64, 5, 2.0), RoundedTile(64, 64, 4, 2.0)),
+    RoundedTile(16, 64, 6, 2.0),
+    RoundedTile(32, 64, 5, 2.0),
+    RoundedTile(64, 64, 4, 2.0),
     RoundedTile(128, 64, 3, 2.0),
 )
 """The first that is large enough."""
 
-TWO_ROUNDED, MANY_OUTPUTS = RoundedTile(64, 64, 4, 3.0), 128
-"""In place of the largest, where a multiprocessor has fewer outputs than that."""
+TWO_ROUNDED = RoundedTile(64, 64, 4, 3.0)  # in place of the largest, for few outputs
+MANY_OUTPUTS = 128  # of a multiprocessor, from which on it is the largest
 
 FEWEST_STEPS = 4  # blocks of inputs, of MAX_BLOCK at most, that a program multiplies at least
 MAX_SPLITS = 8
@@ -185,20 +251,20 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
     if m >= FEWEST_ROUNDED and dtype is torch.bfloat16 and can_be_rounded(weight):
         return rounded_tiling_for(m, weight, processors) if m <= MAX_ROUNDED else Library.ROUNDED
     inputs = block_inputs(format, MAX_BLOCK)
-    joined, kind = inputs > 0 and can_be_joined(weight, dtype), _kind(weight, dtype)
-    if not joined or m < FEWEST_JOINED.get(kind, 1):
-        plain = inputs > 0 and way_of(format, inputs) != "gathered" and m <= MAX_ROWS
+    joined = joined_of(weight, dtype) if inputs > 0 else None
+    if joined is None or m < joined.fewest:
+        plain = inputs > 0 and _reading(format, inputs) is not Reading.GATHERED and m <= MAX_ROWS
         return tiling_for(m, format, *weight.shape, processors) if plain else Library.UNPACKED
-    most = MAX_JOINED_OF.get(kind, MAX_JOINED) * joined_inputs(weight, dtype, MAX_BLOCK) // MAX_BLOCK
-    return joined_tiling_for(m, weight, dtype, processors) if m <= most else Library.UNPACKED
+    most = joined.most * joined_inputs(weight, dtype, MAX_BLOCK) // MAX_BLOCK
+    return _joined_tiling(m, weight, dtype, joined, processors) if m <= most else Library.UNPACKED
 
 
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
     """Return how a product on tensor cores is cut up, whose codes are not joined by the kernel for that."""
     inputs = block_inputs(format, MAX_BLOCK)
-    kind = _reading(format, inputs)
-    rows = next((rows for rows in TILE_ROWS if rows >= max(m, FEWEST_ROWS.get(kind, 0))), TILE_ROWS[-1])
-    tile = TILES[kind][TILE_ROWS.index(rows)]
+    reading = _reading(format, inputs)
+    rows = next((rows for rows in TILE_ROWS if rows >= max(m, FEWEST_ROWS.get(reading, 0))), TILE_ROWS[-1])
+    tile = TILES[reading][TILE_ROWS.index(rows)]
     splits = splits_for(tile.programs * processors, -(-m // rows) * -(-n // tile.outputs), -(-k // inputs))
     apart = tile.apart and can_be_apart(format, inputs)
     return PackedLinearTiling(
@@ -206,22 +272,31 @@ def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) ->
     )
 
 
-def joined_tiles(weight: PackedWeight, dtype: torch.dtype) -> tuple[JoinedTile, ...]:
-    """Return the tiles of the kernel that joins a weight's codes; none if it does not."""
-    return JOINED[_kind(weight, dtype)] if can_be_joined(weight, dtype) else ()
+def joined_of(weight: PackedWeight, dtype: torch.dtype) -> Joined | None:
+    """Return how a weight's codes are joined, for rows of this type; None if they are not."""
+    if not can_be_joined(weight, dtype):
+        return None
+    format = weight.format
+    if format.code == "nf4":
+        return NF4 if weight.nested is None else NESTED_NF4
+    reading, groups = _reading(format, MAX_BLOCK), Groups.LONG
+    if 0 < format.inputs < joined_inputs(weight, dtype, MAX_BLOCK):
+        groups = Groups.OF_64 if format.inputs == 64 and reading is not Reading.TILES else Groups.SHORT
+    return JOINED[JoinedKind(reading, groups)]
 
 
-def joined_tiling_for(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) -> PackedLinearTiling:
+def _joined_tiling(
+    m: int, weight: PackedWeight, dtype: torch.dtype, joined: Joined, processors: int
+) -> PackedLinearTiling:
     """Return how a product is cut up whose codes are joined in order."""
-    (n, k), found = weight.shape, joined_tiles(weight, dtype)
-    tile = next((tile for tile in found if tile.rows >= m), found[-1])
+    n, k = weight.shape
+    tile = next((tile for tile in joined.tiles if tile.rows >= m), joined.tiles[-1])
     inputs = joined_inputs(weight, dtype, tile.inputs)
     tiles, steps = -(-m // tile.rows) * -(-n // tile.outputs), -(-k // min(inputs, MAX_BLOCK))
     splits = splits_for(tile.programs * processors, tiles, steps)
     return PackedLinearTiling(
-        *(tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps),
-        joined=True, overlap=m <= tile.overlapped,
-    )  # fmt: skip
+        tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps, joined=True, overlap=m <= tile.overlapped
+    )
 
 
 def rounded_tiling_for(m: int, weight: PackedWeight, processors: int) -> RoundedTiling:
@@ -239,21 +314,10 @@ def splits_for(programs: float, tiles: int, steps: int) -> int:
     return max(1, min(int(programs / tiles), steps // FEWEST_STEPS, MAX_SPLITS))
 
 
-def _reading(format: PackedFormat, inputs: int) -> str:
-    """Return how a kernel reads blocks of so many inputs, as ``TILES`` and ``JOINED`` name it."""
+def _reading(format: PackedFormat, inputs: int) -> Reading:
+    """Return how a kernel reads blocks of so many inputs."""
     way = way_of(format, inputs)
-    return format.layout if way == "planes" else way
-
-
-def _kind(weight: PackedWeight, dtype: torch.dtype) -> str:
-    """Return how the kernel that joins codes reads a weight, as ``JOINED`` names it."""
-    format = weight.format
-    if format.code == "nf4":
-        return "nf4" if weight.nested is None else "nf4, nested"
-    reading = _reading(format, MAX_BLOCK)
-    if not 0 < format.inputs < joined_inputs(weight, dtype, MAX_BLOCK):
-        return reading
-    return f"{reading}, groups of 64" if format.inputs == 64 and reading != "tiles" else f"{reading}, groups"
+    return Reading(format.layout if way == "planes" else way)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
-from compiled_llm_ops.contracts import SCALED_DTYPES, AppendPagedKv, Geometry, PagedAttention
+from compiled_llm_ops.contracts import SCALED_DTYPES, AppendPagedKv, Geometry, PagedAttention, table_of
 from compiled_llm_ops.protocol import (
     KERNELS,
     DecodeOps,
@@ -28,7 +28,9 @@ class ReferencePlan(EmptyPlan):
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         how = (args.scale, args.window_left, args.logits_soft_cap, lse is not None)
         scales = args.key_scale, args.value_scale
-        _, result_lse = plain_attention.attend_row_by_row(args.query, args.pages, args.table, *how, *scales, into=out)
+        _, result_lse = plain_attention.attend_row_by_row(
+            args.query, args.pages, table_of(args), *how, *scales, into=out
+        )
         if lse is not None and result_lse is not None:
             lse.copy_(result_lse)
 

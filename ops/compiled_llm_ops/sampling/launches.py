@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.sampling import DEFERRED, MAX_BIASES, MAX_FOLLOWED, PROPOSALS, TILE
+from compiled_llm_ops.contracts.sampling import DEFERRED, MAX_FOLLOWED, PROPOSALS, TILE
 from compiled_llm_ops.library import kernel_of
 from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Noted, Places, adjusted, note_tokens
 from compiled_llm_ops.sampling.race import winners, winners_by_tiles
@@ -25,6 +25,7 @@ from compiled_llm_ops.sampling.sampling import (
     SampleTokens,
     sample_tokens,
     smallest_kept,
+    wide_shapes,
 )
 
 _builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
@@ -86,10 +87,7 @@ def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[in
         "slots": ([rows], torch.int64),
         "positions": ([rows], torch.int64),
         **{name: ([entries], dtype) for name, dtype in NUMBERS.items()},
-        "counts": ([entries, vocabulary], torch.int16),
-        "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
-        "biases": ([entries, 4 + MAX_FOLLOWED, MAX_BIASES], torch.int32),
-        "recent": ([entries, MAX_FOLLOWED + 1], torch.int32),
+        **wide_shapes(entries, vocabulary),
     }
 
 

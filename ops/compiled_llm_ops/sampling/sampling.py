@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.contracts.sampling import MAX_BIASES, MAX_FOLLOWED
 from compiled_llm_ops.library import define_op
 
 NOT_A_TOKEN = -1
@@ -53,6 +54,21 @@ NUMBERS = {
     "frequency_penalty": torch.float32,
 }
 """The arguments that are a number an entry, as they stand one after the other, and their dtypes."""
+
+
+def wide_shapes(entries: int, vocabulary: int) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Return the shape and dtype of each table with more than a number an entry.
+
+    What a row's ``adjustments`` do not ask for is neither read nor written, whatever lies there: ``counts`` is for
+    COUNTED, ``allowed`` for MASKED, ``biases`` for BIASED, as many columns as there are biases, and ``recent`` for
+    FOLLOWING. So an entry that no row has may hold anything, and so may columns behind an entry's last bias.
+    """
+    return {
+        "counts": ([entries, vocabulary], torch.int16),
+        "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
+        "biases": ([entries, 4 + MAX_FOLLOWED, MAX_BIASES], torch.int32),
+        "recent": ([entries, MAX_FOLLOWED + 1], torch.int32),
+    }
 
 
 @define_op(SampleTokens, writes=("counts", "recent"))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_llm_ops.contracts import DecodeAttention, Geometry, PageTable, check_even_heads
+from compiled_llm_ops.contracts import DecodeAttention, Geometry, common_fields, geometry_of
 
 
 class PagedAttentionVariant(NamedTuple):
@@ -22,10 +22,6 @@ class PagedAttentionVariant(NamedTuple):
     window_left: int = -1
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
-
-    @property
-    def table(self) -> PageTable:
-        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
 
 
 class PlannedAttentionVariant(NamedTuple):
@@ -47,14 +43,8 @@ class PlannedAttentionVariant(NamedTuple):
     @property
     def geometry(self) -> Geometry:
         """The geometry of a launch, whose ``name`` is a key."""
-        check_even_heads("planned_attention_variant", self.pages)
-        _, _, kv_heads, page_size, stored = self.pages.shape
-        sizes = (self.query.shape[1], kv_heads, stored, page_size, self.window_left, 0.0)
-        return Geometry(*sizes, self.query.dtype, self.pages.dtype, function=self.name)
-
-    @property
-    def table(self) -> PageTable:
-        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
+        op = "planned_attention_variant"
+        return geometry_of(op, self.query, self.pages, self.window_left, function=self.name)
 
 
 class DecodeAttentionVariant(NamedTuple):
@@ -82,4 +72,4 @@ class DecodeAttentionVariant(NamedTuple):
     @property
     def without_variant(self) -> DecodeAttention:
         """The same without a variant."""
-        return DecodeAttention(**{name: own for name, own in self._asdict().items() if name in DecodeAttention._fields})
+        return DecodeAttention(**common_fields(self, DecodeAttention))

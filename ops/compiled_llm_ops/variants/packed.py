@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm_ops.attention import prefill
 from compiled_llm_ops.attention.lse import kernel_of_both, new_lse, over_pages, with_lse
-from compiled_llm_ops.contracts import check_capability, check_even_heads
+from compiled_llm_ops.contracts import check_capability, check_even_heads, table_of
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.variants.contracts import PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.variants.plain import attend_packed
@@ -61,7 +61,7 @@ paged_attention_variant_lse = with_lse(paged_attention_variant)
 
 def check(op: str, args: PagedAttentionVariant | PlannedAttentionVariant, wants_lse: bool) -> Variant:
     """Return the variant of packed queries; ValueError, in the name of ``op``, if they do not fit together."""
-    prefill.check(op, args.query, args.pages, args.table, args.key_scale, args.value_scale)
+    prefill.check(op, args.query, args.pages, table_of(args), args.key_scale, args.value_scale)
     return variant_named(op, args.name).checked(op, args.tensors, args.query, len(args.last_page_len), wants_lse)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_llm_ops.packed.linear import DTYPES
-from compiled_llm_ops.packed.rule import JOINED, Library, can_be_rounded, choose
+from compiled_llm_ops.packed.rule import JOINED, NESTED_NF4, NF4, Library, can_be_rounded, choose
 from compiled_llm_ops.packed.tilings import (
     OUTPUTS_TOGETHER,
     FewRowsTiling,
@@ -99,7 +99,7 @@ def test_more_rows_have_the_weight_unpacked(name: str, most: int) -> None:
 
 
 def test_a_tile_of_several_weights_has_outputs_of_one() -> None:
-    outputs = [tile.outputs for tiles in JOINED.values() for tile in tiles]
+    outputs = [tile.outputs for joined in (*JOINED.values(), NF4, NESTED_NF4) for tile in joined.tiles]
     assert not any(map(OUTPUTS_TOGETHER.__mod__, outputs))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compiled_llm_ops.packed.formats import NF4, PackedFormat, PackedWeight, table_shape
-from compiled_llm_ops.packed.rule import JoinedTile, joined_tiles
+from compiled_llm_ops.packed.rule import JoinedTile, joined_of
 
 
 class Made(NamedTuple):
@@ -111,7 +111,8 @@ def described(name: str, n: int = 4096, k: int = 4096) -> PackedWeight:
 
 def tiles_of(name: str) -> tuple[JoinedTile, ...]:
     """Those of the kernel that joins codes, for rows of bfloat16."""
-    return joined_tiles(described(name), torch.bfloat16)
+    joined = joined_of(described(name), torch.bfloat16)
+    return () if joined is None else joined.tiles
 
 
 def side_by_side(weights: Sequence[PackedWeight]) -> PackedWeight:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import BlockSparseAttention
 from compiled_llm_flashinfer.ops.library import LIBRARY
-from compiled_llm_flashinfer.ops.sparse.plain import Results, check_states
+from compiled_llm_flashinfer.ops.sparse.plain import Results, attend_on_cuda, check_states
 from compiled_llm_flashinfer.ops.sparse.work_items import check_division
-from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import check_int32
 from compiled_llm_ops.library import define_op
@@ -97,8 +96,5 @@ def _cpu(args: BlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor | 
 
 @kernel_of_both(block_sparse_attention, "CUDA")
 def _cuda(args: BlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    from compiled_llm_flashinfer.ops.kernels.sparse.block_sparse import attend
-
     _check(args)
-    with torch.cuda.device(args.query.device):  # Triton launches on the current one
-        return attend(OP, args, wants_lse, device_of(args.query.device).processors)
+    return attend_on_cuda(OP, args, wants_lse)

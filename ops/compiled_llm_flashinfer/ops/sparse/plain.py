@@ -1,4 +1,4 @@
-"""Block-sparse attention in plain PyTorch, from its blocks alone, and checks that both ops share."""
+"""Block-sparse attention in plain PyTorch, from its blocks alone, and what both ops share."""
 
 # Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB
 # rows and NB columns of blocks.
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import BlockSparseAttention, SparseItem, VariableBlockSparseAttention
+from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.contracts import check_int32
 from compiled_llm_ops.plain_attention import attend_lse
 
@@ -34,6 +35,14 @@ def check_states(op: str, args: AnySparse) -> None:
             f"{tuple(args.work_items.shape)} and {args.max_parts}"
         )
     check_int32(op, work_items=args.work_items)
+
+
+def attend_on_cuda(op: str, args: AnySparse, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernel of both ops, whose arguments are checked."""
+    from compiled_llm_flashinfer.ops.kernels.sparse.block_sparse import attend
+
+    with torch.cuda.device(args.query.device):  # Triton launches on the current one
+        return attend(op, args, wants_lse, device_of(args.query.device).processors)
 
 
 class Results:

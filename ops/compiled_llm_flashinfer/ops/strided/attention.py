@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_llm_flashinfer.ops.contracts import StridedAttention
+from compiled_llm_flashinfer.ops.contracts import StridedAttention, check_columns
 from compiled_llm_flashinfer.ops.library import LIBRARY
 from compiled_llm_flashinfer.ops.strided.plain import attend_row_by_row
 from compiled_llm_ops.library import define_op, kernel_of
@@ -111,17 +111,7 @@ def _check_states(args: StridedAttention) -> None:
 def _check_table(args: StridedAttention) -> None:
     rows = args.rows
     sizes = {"qo_indptr": rows + 1, "indptr": rows + 1, "last_page_len": rows, "mask_indptr": rows + 1, "indices": None}
-    for name, size in sizes.items():
-        column = getattr(args, name)
-        if column is None:
-            continue
-        if column.dim() != 1 or (size is not None and column.shape[0] != size):
-            raise ValueError(
-                f"strided_attention: {name} must be [{'N' if size is None else size}] for {rows} rows; got "
-                f"{tuple(column.shape)}"
-            )
-        if column.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"strided_attention: {name} must be int32 or int64; got {column.dtype}")
+    check_columns("strided_attention", args, sizes)
     if args.indptr is None and (args.indices is not None or args.last_page_len is not None):
         raise ValueError("strided_attention: indices and last_page_len need indptr; give [0, N] for one row")
     if args.qo_indptr is None and args.query.shape[0] % max(1, rows):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_llm_flashinfer.ops.contracts import StridedLatentAttention
+from compiled_llm_flashinfer.ops.contracts import StridedLatentAttention, check_columns
 from compiled_llm_flashinfer.ops.library import LIBRARY
 from compiled_llm_ops.attention.latent.plain import attend as attend_plainly
 from compiled_llm_ops.library import define_op, kernel_of
@@ -75,15 +75,7 @@ def check(args: StridedLatentAttention) -> None:
     if args.lse is not None and args.lse.dtype != torch.float32:
         raise ValueError(f"strided_latent_attention: lse must be float32; got {args.lse.dtype}")
     sizes = {"qo_indptr": args.rows + 1, "indptr": args.rows + 1, "indices": None, "lengths": args.rows}
-    for name, size in sizes.items():
-        column = getattr(args, name)
-        if column.dim() != 1 or (size is not None and column.shape[0] != size):
-            raise ValueError(
-                f"strided_latent_attention: {name} must be [{'N' if size is None else size}] for {args.rows} rows; got "
-                f"{tuple(column.shape)}"
-            )
-        if column.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"strided_latent_attention: {name} must be int32 or int64; got {column.dtype}")
+    check_columns("strided_latent_attention", args, sizes)
 
 
 @kernel_of(strided_latent_attention, "CPU")

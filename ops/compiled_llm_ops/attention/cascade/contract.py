@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts import DecodeAttention, common_fields
 
 CASCADE_LEVELS = 3  # shared runs of pages that a row of ``cascade_attention`` may begin with, at most
 
@@ -42,7 +42,7 @@ class CascadeAttention(NamedTuple):
     @property
     def whole_rows(self) -> DecodeAttention:
         """The same without shared runs."""
-        return DecodeAttention(**{name: own for name, own in self._asdict().items() if name in DecodeAttention._fields})
+        return DecodeAttention(**common_fields(self, DecodeAttention))
 
     @property
     def row_queries(self) -> int:

@@ -30,7 +30,7 @@ from compiled_llm_ops.kernels.attention.launching import check_launch, contiguou
 from compiled_llm_ops.kernels.attention.rotary import loaded, prepared, turned
 from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, as_stored, faded, no_values, summed
 from compiled_llm_ops.kernels.counters import zeroed_counters
-from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
+from compiled_llm_ops.kernels.logits import LogitsTransform, base_of, capped, transformed, weighed
 
 LARGEST_REPEATED = tl.constexpr(128)
 """Head size as stored up to which queries of padding are copies, which stay in registers; larger ones spill them."""
@@ -42,24 +42,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit
-def capped(logits, cap):
-    """``cap * tanh(logits)``."""
-    return cap - 2.0 * cap / (tl.exp2(logits * 2.8853900817779268) + 1.0)  # 2 / ln 2
-
-
-@triton.jit
 def _tokens(offs_g, NEW: tl.constexpr, GQA: tl.constexpr):
     """Return which of its row's new tokens each query head belongs to; heads of padding to the last one."""
     return tl.minimum(offs_g // GQA, NEW - 1)
-
-
-@triton.jit
-def _base(largest, BLIND: tl.constexpr):
-    """Return the numbers that exponents are taken relative to: finite if a query has seen no key yet, too."""
-    # That can only be if BLIND: the only query of a row that reads all its pages sees a key in each block.
-    if not BLIND:
-        return largest
-    return tl.where(largest == -float("inf"), 0.0, largest)
 
 
 @triton.jit
@@ -127,10 +112,7 @@ def _attend(
             else:
                 logits = tl.where(seen, logits, -float("inf"))
         if not SUMMED:
-            larger = tl.maximum(largest, tl.max(logits, 1))
-            base = _base(larger, BLIND)
-            weights = tl.exp2(logits - base[:, None])
-            fade = tl.exp2(largest - base)
+            weights, fade, larger = weighed(logits, largest, BLIND)
         if SUMMED:
             sums = add_values(sums, logits.to(q.dtype), keys_ptr + values_offset, slot, mask, DIM)
         else:
@@ -171,7 +153,7 @@ def _merge(
             acc += tl.sum(parts, 0)
         else:
             larger = tl.maximum(largest, tl.max(lses, 0))
-            base = _base(larger, BLIND)
+            base = base_of(larger, BLIND)
             weights = tl.exp2(lses - base[None, :])
             fade = tl.exp2(largest - base)
             acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * parts, 0)

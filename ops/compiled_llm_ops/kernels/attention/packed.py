@@ -23,11 +23,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import PagedAttention
-from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
+from compiled_llm_ops.kernels.attention.decode import DTYPES
 from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, factors, with_whole_heads
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
 from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, faded, no_values, summed
-from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
+from compiled_llm_ops.kernels.logits import LogitsTransform, capped, transformed, weighed
 
 
 class PackedQueries(NamedTuple):
@@ -119,10 +119,7 @@ def with_block(
     if SUMMED:
         return add_values(sums, logits.to(q.dtype), values_ptr, slot, mask, DIM), total, largest
     else:  # noqa: RET505  the kernel has one branch, known when it is compiled
-        larger = tl.maximum(largest, tl.max(logits, 1))
-        base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
-        weights = tl.exp2(logits - base[:, None])
-        fade = tl.exp2(largest - base)
+        weights, fade, larger = weighed(logits, largest, True)
         sums = add_values(faded(sums, fade), weights.to(q.dtype), values_ptr, slot, mask, DIM)
         if ORDERED:
             # Tensor cores add in the order of keys; which threads add weights, and when, follows from the tiling.

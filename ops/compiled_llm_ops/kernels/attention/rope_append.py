@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_llm_ops.contracts import AppendPagedKv, RopeAppendPagedKv
+from compiled_llm_ops.contracts import AppendPagedKv, RopeAppendPagedKv, common_fields
 from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, with_whole_heads
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.attention.scaled import as_stored
@@ -138,6 +138,6 @@ def rope_append(
 
 def append(args: AppendPagedKv) -> None:
     """Launch the kernel on the device of ``args``, which are checked, for keys and values alone."""
-    shared = {name: getattr(args, name) for name in RopeAppendPagedKv._fields if name in AppendPagedKv._fields}
+    shared = common_fields(args, RopeAppendPagedKv)
     with torch.cuda.device(args.key.device):  # Triton launches on the current one
         rope_append(RopeAppendPagedKv(query=args.key[:, :0], **shared), pdl=False)

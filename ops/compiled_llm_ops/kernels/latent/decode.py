@@ -35,6 +35,7 @@ from compiled_llm_ops.kernels.latent.step import (
     load_chosen,
     load_whole_pages,
 )
+from compiled_llm_ops.kernels.logits import base_of
 
 MERGE_STAGES = 3  # of the pipeline that merges: partial results are loaded while others are summed
 
@@ -190,9 +191,7 @@ def _merge_shares(
             part_ptrs = own_values + partial[:, None].to(tl.int64) * (TILE * RANK) + offs_c[None, :]
             values = tl.load(part_ptrs, mask=used[:, None], other=0.0)
             larger = tl.maximum(largest, tl.max(lses))
-            base = larger
-            if BLIND:
-                base = tl.where(larger == -float("inf"), 0.0, larger)
+            base = base_of(larger, BLIND)
             weights, fade = tl.exp2(lses - base), tl.exp2(largest - base)
             acc = acc * fade + weights[:, None] * values
             total = total * fade + tl.sum(weights)

@@ -25,6 +25,7 @@ from compiled_llm_ops.kernels.latent.latent_tiling import (
     ragged_tiling,
 )
 from compiled_llm_ops.kernels.latent.step import inner_contiguous
+from compiled_llm_ops.kernels.logits import weighed
 
 
 @triton.jit
@@ -46,8 +47,7 @@ def _attend_to_keys(
     logits = logits * scale
     if MASKED:
         logits = tl.where(position[None, :] <= own[:, None], logits, -float("inf"))
-    larger = tl.maximum(largest, tl.max(logits, 1))
-    weights, fade = tl.exp2(logits - larger[:, None]), tl.exp2(largest - larger)
+    weights, fade, larger = weighed(logits, largest, False)
     values = value + position.to(tl.int64)[:, None] * value_stride + offs_v[None, :]
     v = tl.load(values, mask=read[:, None] & (offs_v[None, :] < VALUE), other=0.0)
     acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])

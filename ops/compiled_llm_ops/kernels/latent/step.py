@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts.latent import LatentAttention, LatentDecode
 from compiled_llm_ops.kernels.latent import latent_tiling
+from compiled_llm_ops.kernels.logits import base_of, weighed
 
 
 @triton.jit
@@ -72,10 +73,7 @@ def attend_block(q, q_rope, latents, turned, seen, scale, largest, total, acc):
     logits = tl.dot(q, tl.trans(latents))
     logits = tl.dot(q_rope, tl.trans(turned), logits) * scale
     logits = tl.where(seen, logits, -float("inf"))
-    larger = tl.maximum(largest, tl.max(logits, 1))
-    base = tl.where(larger == -float("inf"), 0.0, larger)
-    weights = tl.exp2(logits - base[:, None])
-    fade = tl.exp2(largest - base)
+    weights, fade, larger = weighed(logits, largest, True)
     acc = tl.dot(weights.to(q.dtype), latents, acc * fade[:, None])
     return larger, total * fade + tl.sum(weights, 1), acc
 
@@ -90,9 +88,7 @@ def attend_keys_first(q, q_rope, latents, turned, seen, scale, largest, total, a
     logits = tl.dot(latents, tl.trans(q), logits) * scale
     logits = tl.where(seen[:, None], logits, -float("inf"))
     larger = tl.maximum(largest, tl.max(logits, 0))
-    base = larger
-    if BLIND:
-        base = tl.where(larger == -float("inf"), 0.0, larger)
+    base = base_of(larger, BLIND)
     weights = tl.exp2(logits - base[None, :])
     fade = tl.exp2(largest - base)[None, :]
     acc = tl.dot(tl.trans(latents), weights.to(q.dtype), acc * fade)

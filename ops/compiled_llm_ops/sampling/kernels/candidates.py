@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,14 @@ LISTS = tl.constexpr(PARTS.value * PART_WARPS)  # of a row's candidates
 ROOM = tl.constexpr(256)  # for the candidates of a list
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 REACH = tl.constexpr(104.0)
+
+
+class Lists(NamedTuple):
+    """Where a row's lists of candidates begin, or a part's."""
+
+    tokens: tl.tensor  # ``[..., ROOM]`` int32
+    scores: tl.tensor  # ``[..., ROOM]`` float32
+    sizes: tl.tensor  # ``[...]`` int32, how many a list has, or more than ROOM if they do not fit
 
 
 @triton.jit
@@ -68,10 +78,10 @@ def list_candidates(source, found, count, bound, lists):
         wide = tl.broadcast_to(totals[:, :, None], (chunk, _WARPS, _LANES))  # as its sums need no exchange
         entry = size[None, :, None] + tl.cumsum(wide, axis=0) - wide + tl.cumsum(ones, axis=2) - 1
         entry = tl.reshape(entry, (PART_CHUNK,))
-        tl.store(lists[0] + place + entry, token, mask=kept & (entry < ROOM))
-        tl.store(lists[1] + place + entry, scores, mask=kept & (entry < ROOM))
+        tl.store(lists.tokens + place + entry, token, mask=kept & (entry < ROOM))
+        tl.store(lists.scores + place + entry, scores, mask=kept & (entry < ROOM))
         size += tl.sum(totals, axis=0)
-    tl.store(lists[2] + tl.arange(0, _WARPS), size)
+    tl.store(lists.sizes + tl.arange(0, _WARPS), size)
 
 
 @triton.jit
@@ -80,7 +90,7 @@ def listed_tokens(source, found, first, count, chunk: tl.constexpr):
     lane = tl.arange(0, chunk)
     entry = first + lane // _TILE
     tile = tl.load(found + entry, mask=entry < count, other=0)
-    return tl.where(entry < count, tile * _TILE + lane % _TILE, source[2])
+    return tl.where(entry < count, tile * _TILE + lane % _TILE, source.vocabulary)
 
 
 @triton.jit
@@ -100,9 +110,9 @@ def block_of(source, lists, first, listed: tl.constexpr, block: tl.constexpr):
     if listed:
         entries: tl.constexpr = block // LISTS
         own, entry = lane // entries, first // LISTS + lane % entries
-        exists = entry < tl.load(lists[2] + own)
-        token = tl.load(lists[0] + own * ROOM + entry, mask=exists, other=0)
-        scores = tl.load(lists[1] + own * ROOM + entry, mask=exists, other=float("-inf"))
+        exists = entry < tl.load(lists.sizes + own)
+        token = tl.load(lists.tokens + own * ROOM + entry, mask=exists, other=0)
+        scores = tl.load(lists.scores + own * ROOM + entry, mask=exists, other=float("-inf"))
     else:
         token = first + lane
         scores = scores_of(source, token, first)

@@ -24,7 +24,7 @@ def cut_of(source, lists, extent, bound, peak, total, k, p, listed: tl.constexpr
         if by_mass != 0:
             needed = p * total
             # All below this have less mass together than top-p may leave out.
-            bound = tl.maximum(bound, peak + tl.log(0.5 * (1.0 - p) * total / source[2]))
+            bound = tl.maximum(bound, peak + tl.log(0.5 * (1.0 - p) * total / source.vocabulary))
         bound, total = _search(source, lists, extent, bound, peak, needed, by_mass != 0, listed)
     return bound
 

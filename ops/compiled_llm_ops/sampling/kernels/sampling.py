@@ -35,6 +35,7 @@ from compiled_llm_ops.sampling.kernels.candidates import (
     PARTS,
     REACH,
     ROOM,
+    Lists,
     block_of,
     bound_of,
     extent_of,
@@ -146,6 +147,16 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
     yield _Launch(_sample_rows, (rows,), (*shared, *examined, sampled, not_a_token), narrow)
 
 
+class Race(NamedTuple):
+    """A race among a row's tokens."""
+
+    seed: tl.tensor
+    position: tl.tensor
+    largest: tl.tensor  # the row's largest score
+    behind: tl.tensor  # where the numbers of its tiles are
+    attempt: tl.tensor  # how many races were before it
+
+
 @triton.jit(do_not_specialize=["deferred", "width"])
 def _summarise_for_sampling(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
@@ -173,7 +184,7 @@ def _summarise_for_sampling(
             own_sample = tl.sum(tl.where(tl.arange(0, _TILE)[None, :] == 0, scores, 0.0), axis=1)
             tl.store(sample + row * tiles + tile, own_sample, mask=tile < tiles)
         elif row_temperature != 0.0:
-            seed, position = tl.load(seeds + row), tl.load(source[4])
+            seed, position = tl.load(seeds + row), tl.load(source.position)
             number = log_exponentials_of_tiles(seed, position, tile, tl.where(proposes, _PROPOSALS, 0))
             tl.store(behind + row * tiles + tile, number, mask=tile < tiles)
             if proposes:
@@ -214,7 +225,7 @@ def _examine_rows(
         tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
         peak = tl.max(tops, axis=0)
         usable = (peak > float("-inf")) & (peak < float("inf"))
-        race = (tl.load(seeds + row), tl.load(source[4]), peak, behind + row * tiles)
+        race = Race(tl.load(seeds + row), tl.load(source.position), peak, behind + row * tiles, 0)
         if usable & proposes:
             place, attempt = row * spans * _PROPOSALS, tl.arange(0, _PROPOSALS)
             tokens, scores = _proposals(source, race, leads + place, leaders + place, spans, tiles, padded_spans)
@@ -236,7 +247,7 @@ def _examine_rows(
             count = list_tiles(found, tops >= smallest, part, PARTS, padded_tiles)
             if k > 0:
                 place = own * (LISTS // PARTS)
-                lists = (candidates + place * ROOM, candidate_scores + place * ROOM, sizes + place)
+                lists = Lists(candidates + place * ROOM, candidate_scores + place * ROOM, sizes + place)
                 list_candidates(source, found, count, smallest, lists)
                 tl.store(bounds + row, smallest)  # as each part does
             else:
@@ -256,7 +267,7 @@ def _proposals(source, race, leads, leaders, spans, tiles, padded_spans: tl.cons
     tile = tl.min(tl.where(lead >= tl.max(lead, axis=1)[:, None], leader, tiles - 1), axis=1)
     token = tile[:, None] * _TILE + lane[None, :]
     scores = tl.reshape(scores_of(source, tl.reshape(token, (_PROPOSALS * _TILE,))), (_PROPOSALS, _TILE))
-    lead = scores - log_exponentials_of_tokens(race[0], race[1], token, attempt[:, None])
+    lead = scores - log_exponentials_of_tokens(race.seed, race.position, token, attempt[:, None])
     winner = tl.min(tl.where(lead >= tl.max(lead, axis=1)[:, None], token, _NO_TOKEN), axis=1)
     return winner, tl.max(tl.where(token == winner[:, None], scores, float("-inf")), axis=1)
 
@@ -264,7 +275,7 @@ def _proposals(source, race, leads, leaders, spans, tiles, padded_spans: tl.cons
 @triton.jit
 def _weigh(source, scores, peak, above):
     """Write the mass of this part's tokens that are likelier than each of ``scores``."""
-    part, vocabulary = tl.program_id(1), source[2]
+    part, vocabulary = tl.program_id(1), source.vocabulary
     size = tl.cdiv(tl.cdiv(vocabulary, PARTS), PART_CHUNK) * PART_CHUNK
     masses = tl.zeros((_PROPOSALS, PART_CHUNK), tl.float32)
     for start in range(part * size, tl.minimum((part + 1) * size, vocabulary), PART_CHUNK):
@@ -297,7 +308,7 @@ def _sample_rows(
     if is_served(source, deferred) & usable:
         k, p, m, proposes = filters_of(top_k, top_p, min_p, slot, vocabulary)
         attempt = tl.where(proposes, _PROPOSALS, 0)
-        race = (tl.load(seeds + row), tl.load(positions + row), peak, behind + row * tiles, attempt)
+        race = Race(tl.load(seeds + row), tl.load(positions + row), peak, behind + row * tiles, attempt)
         # Each tile's mass is relative to its own largest score; from here on all are relative to the row's.
         masses = tl.load(mass + row * tiles + tile, mask=tile < tiles, other=0.0) * tl.exp(tops - peak)
         floor = tl.where(m > 0.0, peak + tl.log(m), peak - REACH)
@@ -309,11 +320,13 @@ def _sample_rows(
         elif (k > 0) | (p < 1.0):
             total, bound = tl.sum(masses, axis=0), peak - REACH
             place = row * LISTS
-            lists = (candidates + place * ROOM, candidate_scores + place * ROOM, sizes + place)
+            lists = Lists(candidates + place * ROOM, candidate_scores + place * ROOM, sizes + place)
             extent, listed = vocabulary, k > 0
             if proposes:
-                places = (proposed + row * _PROPOSALS, reached + row * _PROPOSALS, above + row * PARTS * _PROPOSALS)
-                token, bound = _first_kept(places, p * total, floor, bound)
+                token, bound = _first_kept(
+                    proposed + row * _PROPOSALS, reached + row * _PROPOSALS, above + row * PARTS * _PROPOSALS,
+                    p * total, floor, bound,
+                )  # fmt: skip
             else:
                 extent, listed, bound = extent_of(sizes + place, tl.load(bounds + row), k, peak, vocabulary)
             if listed:
@@ -333,7 +346,7 @@ def _sample_rows(
             _, leader = _first_of_best(tl.load(part_leads + part), tl.load(part_leaders + part))
             token = _winner_of_tile(source, race, leader, floor)
         else:
-            leads = tl.log(masses) - tl.load(race[3] + tile, mask=tile < tiles, other=0.0)
+            leads = tl.log(masses) - tl.load(race.behind + tile, mask=tile < tiles, other=0.0)
             leader = tl.min(tl.where(leads >= tl.max(leads, axis=0), tile, padded_tiles - 1), axis=0)
             token = _winner_of_tile(source, race, leader, float("-inf"))
         if before is None:
@@ -353,7 +366,7 @@ def _first_of_largest(source, tops, peak, padded_tiles: tl.constexpr):
 @triton.jit
 def _first_nan(source, otherwise):
     """Return the first token whose logit is NaN, which counts as the largest; ``otherwise`` if there is none."""
-    vocabulary = source[2]
+    vocabulary = source.vocabulary
     first, lane = vocabulary, tl.arange(0, _CHUNK)
     for start in range(0, vocabulary, _CHUNK):
         token = start + lane
@@ -363,9 +376,8 @@ def _first_nan(source, otherwise):
 
 
 @triton.jit
-def _first_kept(places, needed, floor, bound):
+def _first_kept(proposed, reached, above, needed, floor, bound):
     """Return the first proposal that is kept, or -1, and a score that the whole nucleus reaches, from ``bound`` on."""
-    proposed, reached, above = places
     attempt, part = tl.arange(0, _PROPOSALS), tl.arange(0, PARTS)
     scores = tl.load(reached + attempt)
     likelier = tl.sum(tl.load(above + part[None, :] * _PROPOSALS + attempt[:, None]), axis=1)
@@ -375,8 +387,7 @@ def _first_kept(places, needed, floor, bound):
     return token, tl.max(tl.where(inside, bound, tl.maximum(scores, bound)), axis=0)
 
 
-# ---- races. ``race`` is the row's seed, its position, its largest score, where the numbers of its tiles are, and how
-# many races were before it.
+# ---- races
 
 
 @triton.jit
@@ -388,10 +399,10 @@ def _leading_tile(source, found, count, smallest, race, chunk: tl.constexpr):
     best = tl.full((groups,), float("-inf"), tl.float32)
     for first in range(0, count, groups):
         scores = scores_of(source, listed_tokens(source, found, first, count, chunk))
-        weights = tl.where(scores >= smallest, tl.exp(scores - race[2]), 0.0)
+        weights = tl.where(scores >= smallest, tl.exp(scores - race.largest), 0.0)
         masses = tl.sum(tl.reshape(weights, (groups, _TILE)), axis=1)
         tile = tl.load(found + first + group, mask=first + group < count, other=0)
-        leads = tl.log(masses) - tl.load(race[3] + tile)
+        leads = tl.log(masses) - tl.load(race.behind + tile)
         leaders = tl.where(leads > best, tile, leaders)
         best = tl.maximum(best, leads)
     return _first_of_best(best, leaders)
@@ -409,7 +420,7 @@ def _winner_of_tile(source, race, tile, smallest):
     """Return the token that gets furthest, of those of a tile from ``smallest`` on."""
     token = tile * _TILE + tl.arange(0, _TILE)
     scores = scores_of(source, token, tile * _TILE)
-    leads = scores - race[2] - log_exponentials_of_tokens(race[0], race[1], token, race[4])
+    leads = scores - race.largest - log_exponentials_of_tokens(race.seed, race.position, token, race.attempt)
     _, winner = _first_of_best(tl.where(scores >= smallest, leads, float("-inf")), token)
     return winner
 
@@ -421,7 +432,7 @@ def _race_of_tokens(source, lists, extent, race, smallest, listed: tl.constexpr,
     best = tl.full((block,), float("-inf"), tl.float32)
     for first in range(0, extent, block):
         token, scores = block_of(source, lists, first, listed, block)
-        leads = scores - race[2] - log_exponentials_of_tokens(race[0], race[1], token, race[4])
+        leads = scores - race.largest - log_exponentials_of_tokens(race.seed, race.position, token, race.attempt)
         leads = tl.where(scores >= smallest, leads, float("-inf"))
         winners = tl.where(leads > best, token, winners)
         best = tl.maximum(best, leads)

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -33,6 +35,30 @@ _MAX_COUNTED = tl.constexpr(2**15 - 1)
 _HUGE = tl.constexpr(1e30)
 
 
+class Source(NamedTuple):
+    """What the scores of one row are made of; of each table, where the row's part begins.
+
+    A part is there whether it is read or not; it is read if the row's ``adjustments`` say so: penalties and ``counts``
+    with COUNTED, ``allowed`` with MASKED, ``biases`` with BIASED, ``recent`` with FOLLOWING, and ``position`` with
+    either of the last two.
+    """
+
+    logits: tl.tensor
+    adjustments: tl.tensor  # flags, the number itself
+    vocabulary: tl.tensor  # how many tokens there are
+    scale: tl.tensor  # what logits are multiplied by: the reciprocal of the temperature
+    position: tl.tensor  # where that of the sampled token is
+    repetition: tl.tensor
+    presence: tl.tensor
+    frequency: tl.tensor
+    counts: tl.tensor  # ``[V]`` int16
+    allowed: tl.tensor  # ``[ceil(V / 32)]`` int32
+    biases: tl.tensor  # ``[4 + MAX_FOLLOWED, MAX_BIASES]`` int32
+    recent: tl.tensor  # ``[MAX_FOLLOWED + 1]`` int32
+    before: tl.tensor  # ``[drafts]`` int64, tokens that ``counts`` and ``recent`` lack, the latest first
+    drafts: tl.tensor  # how many they are; 0 if the tables have all, and ``before`` is not read
+
+
 @triton.jit
 def source_of(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
@@ -44,19 +70,29 @@ def source_of(
     row_temperature = tl.load(temperature + slot)
     # A temperature of 0 takes the most likely token, which no scale changes.
     scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
-    source = (
-        logits + row * stride, tl.load(adjustments + slot), vocabulary, scale, positions + row, repetition + slot,
-        presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
-        biases + slot * ((4 + _MAX_FOLLOWED) * _MAX_BIASES), recent + slot * (_MAX_FOLLOWED + 1),
-        slots if before is None else before + row * width, 0 if before is None else width,
-    )  # fmt: skip
+    source = Source(
+        logits=logits + row * stride,
+        adjustments=tl.load(adjustments + slot),
+        vocabulary=vocabulary,
+        scale=scale,
+        position=positions + row,
+        repetition=repetition + slot,
+        presence=presence + slot,
+        frequency=frequency + slot,
+        counts=counts + slot * vocabulary,
+        allowed=allowed + slot * tl.cdiv(vocabulary, 32),
+        biases=biases + slot * ((4 + _MAX_FOLLOWED) * _MAX_BIASES),
+        recent=recent + slot * (_MAX_FOLLOWED + 1),
+        before=slots if before is None else before + row * width,
+        drafts=0 if before is None else width,
+    )
     return source, row, slot, row_temperature
 
 
 @triton.jit
 def is_served(source, deferred):
     """Return whether this launch serves this program's row."""
-    return ((source[1] & _DEFERRED) != 0) == (deferred != 0)
+    return ((source.adjustments & _DEFERRED) != 0) == (deferred != 0)
 
 
 @triton.jit
@@ -72,16 +108,16 @@ def scores_of(source, token, first=None):
     """Return float32 scores of one row's tokens: -inf if there is no such token, +inf for NaN."""
     # ``first`` is the least of the tokens, if they are neighbours.
     # +inf makes the row's largest score infinite, by which the row is recognised as one that cannot be drawn from.
-    scores = logits_of(source, token, first) * source[3]
+    scores = logits_of(source, token, first) * source.scale
     return tl.where(scores < float("inf"), scores, float("inf"))
 
 
 @triton.jit
 def logits_of(source, token, first=None):
     """Return float32 logits of one row's tokens, as its settings change them; -inf if there is no such token."""
-    mask = token < source[2]
-    logits = tl.load(source[0] + token, mask=mask, other=float("-inf")).to(tl.float32)
-    adjustments = source[1]
+    mask = token < source.vocabulary
+    logits = tl.load(source.logits + token, mask=mask, other=float("-inf")).to(tl.float32)
+    adjustments = source.adjustments
     if adjustments != 0:
         if adjustments >= _BIASED:
             logits = _biased(logits, token, source)
@@ -91,7 +127,7 @@ def logits_of(source, token, first=None):
             logits = tl.where(logits == logits, tl.minimum(tl.maximum(logits, -_HUGE), _HUGE), 0.0)
             logits = tl.where(mask, logits, float("-inf"))
         if (adjustments & _MASKED) != 0:
-            words = tl.load(source[9] + (token >> 5), mask=mask, other=0)
+            words = tl.load(source.allowed + (token >> 5), mask=mask, other=0)
             logits = tl.where(((words >> (token & 31)) & 1) != 0, logits, float("-inf"))
     return logits
 
@@ -100,7 +136,7 @@ def logits_of(source, token, first=None):
 def _biased(logits, token, source):
     """Add the biases that hold to tokens that come in whole tiles; each tile looks at its own biases alone."""
     groups: tl.constexpr = token.shape[0] // _TILE
-    adjustments, position, biases = source[1], tl.load(source[4]), source[10]
+    adjustments, position, biases = source.adjustments, tl.load(source.position), source.biases
     logits, token = tl.reshape(logits, (groups, _TILE)), tl.reshape(token, (groups, _TILE))
     first_token, total = tl.min(token, axis=1), adjustments // _BIASED
     at = _entries_below(biases, total, first_token)
@@ -125,9 +161,9 @@ def _biased(logits, token, source):
 @triton.jit
 def _token_before(source, position, back):
     """Return the token that stands so many places before the sampled one."""
-    token = tl.load(source[11] + ((position - back) & _MAX_FOLLOWED))
-    if source[13] > 0:
-        new = tl.load(source[12] + back - 1, mask=back <= source[13], other=-1).to(tl.int32)
+    token = tl.load(source.recent + ((position - back) & _MAX_FOLLOWED))
+    if source.drafts > 0:
+        new = tl.load(source.before + back - 1, mask=back <= source.drafts, other=-1).to(tl.int32)
         token = tl.where(new < 0, token, new)
     return token
 
@@ -149,11 +185,11 @@ def _entries_below(biases, count, token):
 @triton.jit
 def _penalised(logits, source, token, first):
     """Apply the penalties for tokens of the prompt, and for sampled ones."""
-    repetition, presence, frequency = tl.load(source[5]), tl.load(source[6]), tl.load(source[7])
-    counts = tl.load(source[8] + token, mask=token < source[2], other=0)
+    repetition, presence, frequency = tl.load(source.repetition), tl.load(source.presence), tl.load(source.frequency)
+    counts = tl.load(source.counts + token, mask=token < source.vocabulary, other=0)
     if _may_have_drafts(source, token, first):
-        for back in range(source[13]):
-            more = (token == tl.load(source[12] + back).to(tl.int32)) & (counts < _MAX_COUNTED - 1)
+        for back in range(source.drafts):
+            more = (token == tl.load(source.before + back).to(tl.int32)) & (counts < _MAX_COUNTED - 1)
             counts = tl.where(more, counts + 2, counts)
     repeated = tl.where(logits < 0, logits * repetition, logits * (1.0 / repetition))
     logits = tl.where(counts != 0, repeated, logits)
@@ -164,10 +200,10 @@ def _penalised(logits, source, token, first):
 @triton.jit
 def _may_have_drafts(source, token, first):
     """Return whether tokens that the tables lack may be among these: few of a row's blocks of neighbours have any."""
-    may = source[13] > 0
+    may = source.drafts > 0
     if first is not None:
         back = tl.arange(0, _MAX_FOLLOWED + 1)
-        draft = tl.load(source[12] + back, mask=back < source[13], other=-1)
+        draft = tl.load(source.before + back, mask=back < source.drafts, other=-1)
         may = tl.max(((draft >= first) & (draft < first + token.shape[0])).to(tl.int32), axis=0) != 0
     return may
 
@@ -175,9 +211,9 @@ def _may_have_drafts(source, token, first):
 @triton.jit
 def count_token(source, token):
     """Count a sampled token, and store its position."""
-    if (source[1] & _COUNTED) != 0:
-        place = source[8] + token
+    if (source.adjustments & _COUNTED) != 0:
+        place = source.counts + token
         before = tl.load(place).to(tl.int32)
         tl.store(place, tl.where(before < _MAX_COUNTED - 1, before + 2, before).to(tl.int16))
-    if ((source[1] // _FOLLOWING) & _MAX_FOLLOWED) != 0:
-        tl.store(source[11] + (tl.load(source[4]) & _MAX_FOLLOWED), token.to(tl.int32))
+    if ((source.adjustments // _FOLLOWING) & _MAX_FOLLOWED) != 0:
+        tl.store(source.recent + (tl.load(source.position) & _MAX_FOLLOWED), token.to(tl.int32))

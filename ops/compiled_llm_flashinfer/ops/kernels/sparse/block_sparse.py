@@ -27,8 +27,9 @@ from compiled_llm_flashinfer.ops.kernels.sparse.block_sparse_tiling import (
     sparse_merge,
     sparse_tile,
 )
-from compiled_llm_ops.kernels.attention.decode import _merge, capped
+from compiled_llm_ops.kernels.attention.decode import _merge
 from compiled_llm_ops.kernels.counters import zeroed_counters
+from compiled_llm_ops.kernels.logits import capped, weighed
 
 
 @triton.jit
@@ -87,10 +88,7 @@ def _block_sparse_attention(
                 seen = seen & used[:, None]
                 seen = seen & (tl.load(mask + places, mask=seen, other=0) != 0)
             logits = tl.where(seen, logits, -float("inf"))
-            larger = tl.maximum(largest, tl.max(logits, 1))
-            base = tl.where(larger == -float("inf"), 0.0, larger)
-            weights = tl.exp2(logits - base[:, None])
-            fade = tl.exp2(largest - base)
+            weights, fade, larger = weighed(logits, largest, True)
             v_ptrs = values + at.to(tl.int64)[:, None] * value_stride + offs_d[None, :]
             v = tl.load(v_ptrs, mask=known[:, None] & in_head[None, :], other=0.0)
             acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import StridedAttention
-from compiled_llm_ops.kernels.attention.decode import capped
-from compiled_llm_ops.kernels.attention.merge import merge_many
+from compiled_llm_flashinfer.ops.kernels.strided.parts import PartResults, check_contiguous
 from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.attention.packed_tiling import (
     FEWEST,
@@ -29,6 +27,7 @@ from compiled_llm_ops.kernels.attention.packed_tiling import (
     PackedTiling,
     packed_tiling,
 )
+from compiled_llm_ops.kernels.logits import capped, weighed
 
 PROGRAMS = 2  # programs of a multiprocessor that rows are divided for
 
@@ -154,10 +153,7 @@ def _strided_attention(
                 byte = tl.load(bits + bit // 8, mask=seen, other=0).to(tl.int32)
                 seen = seen & (((byte >> (bit % 8).to(tl.int32)) & 1) == 1)
             logits = tl.where(seen, logits, -float("inf"))
-            larger = tl.maximum(largest, tl.max(logits, 1))
-            base = tl.where(larger == -float("inf"), 0.0, larger)  # no key was seen yet
-            weights = tl.exp2(logits - base[:, None])
-            fade = tl.exp2(largest - base)
+            weights, fade, larger = weighed(logits, largest, True)
             v_ptrs = values + page * values_page + kv_head * values_head + slot * values_slot
             v_mask = inside[:, None] & (offs_e < VALUE)[None, :]
             v = tl.load(v_ptrs[:, None] + offs_e[None, :], mask=v_mask, other=0.0)
@@ -221,10 +217,10 @@ def attend(args: StridedAttention, tiling: PackedTiling | None = None, parts: in
     _check(args)
     query = args.query.to(torch.float16) if args.query.element_size() == 1 else args.query  # exact
     args = args._replace(query=query if query.stride(2) == 1 else query.contiguous())
-    (tokens, heads, _), (_, kv_heads, _, value_dim) = query.shape, args.values.shape
+    tokens, heads, _ = query.shape
     if not tokens:
         return
-    gqa, device = heads // kv_heads, args.out.device
+    gqa, device = heads // args.keys.shape[1], args.out.device
     if tiling is None:
         tiling = strided_tiling(args, _device(device)[1])
     if args.qo_indptr is None:
@@ -232,49 +228,19 @@ def attend(args: StridedAttention, tiling: PackedTiling | None = None, parts: in
     else:  # without the tokens of each row, at least as many as all have
         tiles = tokens * gqa // tiling.queries + args.rows
     parts = _parts(args, tiles, device) if parts is None else parts
-    if parts == 1 and args.out.stride(2) == 1:
-        _launch(args, args.out, args.lse, tiling, tiles, 1)
-        return
-    out = torch.empty((tokens, parts, heads, value_dim), dtype=torch.float32, device=device)
-    lse = torch.empty((tokens, parts, heads), dtype=torch.float32, device=device)
-    _launch(args, out, lse, tiling, tiles, parts)
-    _merge(args, out, lse)
+    results = PartResults(args.out, args.lse, parts)
+    _launch(args, results, tiling, tiles, parts)
+    results.merge()
 
 
 def _check(args: StridedAttention) -> None:
     largest = max(args.query.shape[2], args.values.shape[3])
     if largest > LARGEST_HEAD:
         raise ValueError(f"strided_attention: no kernel for heads of size {largest}: the largest is {LARGEST_HEAD}")
-    for name, states in (("keys", args.keys), ("values", args.values)):
-        if states.stride(3) != 1:
-            raise ValueError(
-                f"strided_attention: the numbers of a head must lie next to each other; got {name} of strides "
-                f"{states.stride()}"
-            )
+    check_contiguous("strided_attention", "head", keys=args.keys, values=args.values)
 
 
-def _merge(args: StridedAttention, parts: Tensor, part_lses: Tensor) -> None:
-    shape = part_lses.shape[0], part_lses.shape[2]
-    out = args.out if args.out.is_contiguous() else args.out.new_empty(args.out.shape)
-    lse = args.lse if args.lse is not None and args.lse.is_contiguous() else part_lses.new_empty(shape)
-    merge_many(parts, part_lses, out, lse)
-    for own, merged in ((args.out, out), (args.lse, lse)):
-        if own is not None and own is not merged:
-            own.copy_(merged)
-
-
-def _strides(results: Tensor | None, by_part: bool) -> tuple[int, int, int]:
-    """Return the strides of results by token, by head and by part; their last axis is contiguous."""
-    if results is None:
-        return 0, 0, 0
-    if by_part:
-        return results.stride(0), results.stride(2), results.stride(1)
-    return results.stride(0), results.stride(1), 0
-
-
-def _launch(
-    args: StridedAttention, out: Tensor, lse: Tensor | None, tiling: PackedTiling, tiles: int, parts: int
-) -> None:
+def _launch(args: StridedAttention, results: PartResults, tiling: PackedTiling, tiles: int, parts: int) -> None:
     (tokens, heads, head_dim), (_, kv_heads, page_size, value_dim) = args.query.shape, args.values.shape
     log2e, cap = math.log2(math.e), args.logits_soft_cap
     window_left = args.window_left if args.window_left >= 0 else 2**30
@@ -285,14 +251,13 @@ def _launch(
         "QUERIES": tiling.queries, "GQA": heads // kv_heads, "HEAD": head_dim, "DIM": _stored(head_dim),
         "VALUE": value_dim, "VALUE_DIM": _stored(value_dim), "PAGE": page_size, "KEYS": tiling.keys,
         "STAGES": tiling.stages, "CAUSAL": args.causal and args.mask is None, "CAPPED": cap > 0, "ROTATED": rotated,
-        "CLAMPED": out.dtype == torch.float8_e4m3fn, "num_warps": tiling.warps,
+        "CLAMPED": results.out.dtype == torch.float8_e4m3fn, "num_warps": tiling.warps,
     }  # fmt: skip
     table = (args.qo_indptr, args.indptr, args.indices, args.last_page_len, args.mask, args.mask_indptr)
     factors = (args.slopes, args.logit_factors, args.value_factors)
     _strided_attention[(tiles, kv_heads, parts)](
-        args.query, args.keys, args.values, out, lse, *table, *factors,
+        args.query, args.keys, args.values, results.out, results.lse, *table, *factors,
         *args.query.stride()[:2], *args.keys.stride()[:3], *args.values.stride()[:3],
-        *_strides(out, out is not args.out), *_strides(lse, out is not args.out),
-        args.rows, tokens, args.keys.shape[0] * page_size, window_left, factor, slope_scale, cap * log2e,
-        args.value_scale, *rotation, **constants,
+        *results.strides, args.rows, tokens, args.keys.shape[0] * page_size, window_left, factor, slope_scale,
+        cap * log2e, args.value_scale, *rotation, **constants,
     )  # fmt: skip

@@ -15,10 +15,9 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import StridedLatentAttention
-from compiled_llm_ops.kernels.attention.merge import merge_many
+from compiled_llm_flashinfer.ops.kernels.strided.parts import PartResults, check_contiguous
 from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, QueryTile, missing_kernel, query_tile
 from compiled_llm_ops.kernels.latent.step import attend_block, inner_contiguous
@@ -109,13 +108,9 @@ def attend(args: StridedLatentAttention, tile: QueryTile | None = None, parts: i
     pairs = max(16, tile.heads * tile.tokens)
     tiles = tokens * heads // pairs + args.rows  # at least as many as all rows have
     parts = _parts(args, tiles) if parts is None else parts
-    if parts == 1 and args.out.stride(2) == 1:
-        _launch(args, args.out, args.lse, tile, (tiles, 1), by_part=False)
-        return
-    out = torch.empty((tokens, parts, heads, rank), dtype=torch.float32, device=args.out.device)
-    lse = torch.empty((tokens, parts, heads), dtype=torch.float32, device=args.out.device)
-    _launch(args, out, lse, tile, (tiles, parts), by_part=True)
-    _merge(args, out, lse)
+    results = PartResults(args.out, args.lse, parts)
+    _launch(args, results, tile, (tiles, parts))
+    results.merge()
 
 
 def _check(args: StridedLatentAttention) -> None:
@@ -124,36 +119,15 @@ def _check(args: StridedLatentAttention) -> None:
         raise ValueError(f"strided_latent_attention: {missing}")
     if args.latents.dtype != dtype:
         raise ValueError(f"strided_latent_attention: latents must be {dtype}, as queries; got {args.latents.dtype}")
-    for name, states in (("latents", args.latents), ("ropes", args.ropes)):
-        if states.stride(2) != 1:
-            raise ValueError(
-                f"strided_latent_attention: the numbers of a token must lie next to each other; got {name} of strides "
-                f"{states.stride()}"
-            )
+    check_contiguous("strided_latent_attention", "token", latents=args.latents, ropes=args.ropes)
 
 
-def _launch(
-    args: StridedLatentAttention, out: Tensor, lse: Tensor | None, tile: QueryTile, grid: tuple[int, int], by_part: bool
-) -> None:
+def _launch(args: StridedLatentAttention, results: PartResults, tile: QueryTile, grid: tuple[int, int]) -> None:
     _, heads, rank = args.query_latent.shape
-    axes = (0, 2, 1) if by_part else (0, 1)
-    results = [[0, 0, 0] if own is None else [own.stride(axis) for axis in axes] + [0] * (3 - len(axes))
-               for own in (out, lse)]  # fmt: skip
     _strided_latents[grid](
-        *args[:4], out, lse, *args[6:10], *args.query_latent.stride()[:2], *args.query_rope.stride()[:2],
-        *args.latents.stride()[:2], *args.ropes.stride()[:2], *results[0], *results[1], args.rows,
-        args.scale * math.log2(math.e), HEADS=heads, QUERIES=max(16, tile.heads * tile.tokens), RANK=rank,
+        *args[:4], results.out, results.lse, *args[6:10], *args.query_latent.stride()[:2],
+        *args.query_rope.stride()[:2], *args.latents.stride()[:2], *args.ropes.stride()[:2], *results.strides,
+        args.rows, args.scale * math.log2(math.e), HEADS=heads, QUERIES=max(16, tile.heads * tile.tokens), RANK=rank,
         ROPE=args.query_rope.shape[2], PAGE=args.latents.shape[1], BLOCK=tile.block, STAGES=STAGES, CAUSAL=args.causal,
         num_warps=tile.warps,
     )  # fmt: skip
-
-
-def _merge(args: StridedLatentAttention, parts: Tensor, part_lses: Tensor) -> None:
-    out = args.out if args.out.is_contiguous() else args.out.new_empty(args.out.shape)
-    given = args.lse is not None and args.lse.is_contiguous()
-    lse = args.lse if given else part_lses.new_empty(args.out.shape[:2])
-    assert lse is not None, "it is given or new"
-    merge_many(parts, part_lses, out, lse)
-    for own, merged in ((args.out, out), (args.lse, lse)):
-        if own is not None and own is not merged:
-            own.copy_(merged)

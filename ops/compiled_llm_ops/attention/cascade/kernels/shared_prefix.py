@@ -23,10 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS, CascadeAttention
 from compiled_llm_ops.attention.cascade.kernels.tiling import CascadeTiling
 from compiled_llm_ops.contracts import CASCADE_QUERIES
-from compiled_llm_ops.kernels.attention.decode import capped
 from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, factors, with_whole_heads
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, faded, no_values, summed
+from compiled_llm_ops.kernels.logits import capped, weighed
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -62,12 +62,7 @@ def _attend(
         if WINDOWED:
             seen = seen & (position[None, :] >= nearest[:, None])
         logits = tl.where(seen, logits, -float("inf"))
-        larger = tl.maximum(largest, tl.max(logits, 1))
-        base = larger
-        if WINDOWED:  # else each query sees a key in each block
-            base = tl.where(larger == -float("inf"), 0.0, larger)
-        weights = tl.exp2(logits - base[:, None])
-        fade = tl.exp2(largest - base)
+        weights, fade, larger = weighed(logits, largest, WINDOWED)  # else each query sees a key in each block
         sums = add_values(faded(sums, fade), weights.to(q.dtype), keys_ptr + values_offset, slot, mask, DIM)
         total = total * fade + tl.sum(weights, 1)
         largest = larger
