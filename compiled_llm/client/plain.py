@@ -14,7 +14,6 @@ import msgspec
 from compiled_llm.protocol.messages import Pictured
 from compiled_llm.requests.prompts import check_texts, content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T", int, str)
 
@@ -46,7 +45,7 @@ def _plain(name: str, value: Any) -> Any:
     if type(value) in (bool, float, str):
         return value
     try:
-        if isinstance(value, StructuredOutputsParams):
+        if dataclasses.is_dataclass(value):
             value = _given(value)
         plain = msgspec.to_builtins(value, enc_hook=_number, str_keys=False)
         msgspec.msgpack.encode(plain)

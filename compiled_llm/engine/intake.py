@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compiled_llm.engine.input_processing.input_processor import TokenFacts, requests_for
+from compiled_llm.engine.input_processing.input_processor import AnswerForms, TokenFacts, requests_for
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSampling
 from compiled_llm.engine.steps.request import Request
@@ -30,7 +30,7 @@ class Intake:
     engine_thread: EngineThread
     tokenizer: Any
     processor: Any
-    grammars: Any  # None if structured outputs were taken out
+    forms: AnswerForms | None  # None if they were taken out
     own_ends: frozenset[int]  # tokens that end answers besides those of the model
     max_model_len: int | None
     max_queue: int | None
@@ -63,7 +63,7 @@ class Intake:
             self.token_facts,
             model_runner,
             self.tokenizer,
-            self.grammars,
+            self.forms,
             max_model_len=self.max_model_len,
             enter=enter,
             samplings=samplings,
@@ -73,8 +73,8 @@ class Intake:
         if images is not None:
             for request in requests:
                 images.enter(request)
-        if params.structured_outputs is not None:
-            self.grammars.begin(requests, params.structured_outputs)
+        if self.forms is not None:
+            self.forms.begin(requests, params)
         if (constraint := requests[0].constraint) is not None and constraint.processors:
             names = ", ".join(processor.name for processor in constraint.processors)
             self.runtime.counters.took_request(Reason("processors", names))
@@ -105,5 +105,5 @@ class Intake:
         """Let the requests of handles begin, all of them or none: QueueFullError if they are too many."""
         self.engine_thread.add(handles, self.max_queue)
         for handle in handles:
-            if not handle.requests[0].ready:
-                self.grammars.await_grammar(handle.requests)
+            if self.forms is not None and not handle.requests[0].ready:
+                self.forms.compile(handle.requests)

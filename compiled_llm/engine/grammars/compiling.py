@@ -22,7 +22,6 @@ from compiled_llm.engine.grammars.mask_writer import MaskWriter
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.requests.outputs import FinishReason
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import xgrammar
@@ -87,9 +86,10 @@ class Grammars:
 
     # ---- requests
 
-    def forms_of(self, params: SamplingParams, eos: frozenset[int], vocabulary: int) -> list[GrammarForm]:
-        """Return the form of each of the ``n`` answers to a prompt; raises as ``ends_of``."""
-        assert params.structured_outputs is not None, "the answer has a form"
+    def forms_of(self, params: SamplingParams, eos: frozenset[int], vocabulary: int) -> Sequence[GrammarForm | None]:
+        """Return the form of each of the ``n`` answers to a prompt, None for any text; raises as ``ends_of``."""
+        if params.structured_outputs is None:
+            return [None] * params.n
         others = params.stop_token_ids or ()
         form = GrammarForm(
             source=params.structured_outputs.source,
@@ -101,8 +101,10 @@ class Grammars:
         )
         return [replace(form) for _ in range(params.n)]
 
-    def begin(self, requests: Sequence[Request], asked: StructuredOutputsParams) -> None:
+    def begin(self, requests: Sequence[Request], params: SamplingParams) -> None:
         """Give the answers to one prompt a grammar that was compiled before; ValueError if there surely is none."""
+        if (asked := params.structured_outputs) is None:
+            return
         form = _form(requests[0])
         with self._changed:
             grammar = self._kept.get(_key(form))
@@ -117,7 +119,7 @@ class Grammars:
             value = reprlib.repr(getattr(asked, asked.name))
             raise ValueError(f"structured_outputs: could not compile {asked.name}={value}: {error}") from error
 
-    def await_grammar(self, requests: Sequence[Request]) -> None:
+    def compile(self, requests: Sequence[Request]) -> None:
         """Have the grammar of the answers to one prompt compiled, and let them arrive then."""
         form = _form(requests[0])
         with self._changed:

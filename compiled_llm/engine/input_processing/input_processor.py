@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSampling
-from compiled_llm.engine.steps.constraint import Constraint, Processor
+from compiled_llm.engine.steps.constraint import AnswerForm, Constraint, Processor
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.features import needed
@@ -48,6 +48,16 @@ class TokenFacts(NamedTuple):
         return self._replace(eos_token_ids=self.eos_token_ids.union(more))
 
 
+class AnswerForms(Protocol):
+    """The forms of an engine's answers, which are followed once they are compiled."""
+
+    def forms_of(
+        self, params: SamplingParams, eos: frozenset[int], vocabulary: int
+    ) -> Sequence[AnswerForm | None]: ...  # of each of the ``n`` answers to a prompt; None of one of any text
+    def begin(self, requests: Sequence[Request], params: SamplingParams) -> None: ...
+    def compile(self, requests: Sequence[Request]) -> None: ...
+
+
 def check_queue(waiting: int, more: int, most: int | None) -> None:
     """Raise QueueFullError if ``more`` requests would be too many."""
     if most is not None and waiting + more > most:
@@ -60,7 +70,7 @@ def requests_for(
     model: TokenFacts,
     model_runner: ModelRunner,
     tokenizer: Any,
-    grammars: Any = None,
+    forms: AnswerForms | None = None,
     *,
     max_model_len: int | None = None,
     priority: int = 0,
@@ -73,7 +83,7 @@ def requests_for(
     """Return the answers that a prompt asks for.
 
     Args:
-        grammars: give answers a form; None if none asks for one.
+        forms: give answers theirs; None if there are none.
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
@@ -95,7 +105,7 @@ def requests_for(
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
     stops, eos, width = frozenset(params.stop_token_ids or ()), model.eos_token_ids, model.logits
     ends = stops if params.ignore_eos else stops | eos
-    forms = [None] * params.n if params.structured_outputs is None else grammars.forms_of(params, eos, width)
+    held = [None] * params.n if forms is None else forms.forms_of(params, eos, width)
     processors = tuple(map(Processor.of, params.logits_processors or ()))
     scored = params.num_logprobs is not None or params.prompt_logprobs is not None
     scores = needed("logprobs", "engine").TAP.asked(params=params) if scored else None
@@ -104,7 +114,7 @@ def requests_for(
     if id(params) not in samplings:  # which keeps the settings
         samplings[id(params)] = RequestSampling(params, stops | eos, width, tokenizer)
     for index, sampling in enumerate(samplings[id(params)].samplings(ids)):
-        form, constraint = forms[index], None
+        form, constraint = held[index], None
         if form is not None:
             ends |= form.stops
         if form is not None or processors:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs import MAX_BLANKS
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.openai.chat.prompt import ChatPrompt
-from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA
-from compiled_llm.server.openai.fields.structured_outputs import Form, named_form
+from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA, Form
+from compiled_llm.server.openai.fields.structured_outputs import named_form
 from compiled_llm.server.openai.parsing.call_form import CallForm
 
 Format = dict[str, Any]  # a part of a structural tag of xgrammar's
@@ -25,7 +24,7 @@ def with_form(params: SamplingParams, form: Form | None, prompt: ChatPrompt) -> 
     return replace(params, **changed) if changed else params
 
 
-def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MAX_BLANKS) -> Form | None:
+def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None) -> Form | None:
     """Return the form of whole answers; None for any text. ApiError if this model cannot be held to it."""
     calls = _calls(wanted, prompt, blanks)
     thinking = None if prompt.template is None else prompt.template.begun(prompt.text)

@@ -36,7 +36,7 @@ from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
 from compiled_llm.server.openai.common.usage import Usage, finish_reason_of, usage_of, usage_so_far
-from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
 router = APIRouter(route_class=BodyRoute)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.fields.tools import Offer
 from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 from compiled_llm.server.openai.parsing.response_template import ResponseTemplate

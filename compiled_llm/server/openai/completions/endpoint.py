@@ -26,7 +26,7 @@ from compiled_llm.server.openai.common.usage import finish_reason_of, usage_of, 
 from compiled_llm.server.openai.completions.logprobs import CompletionScores
 from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.completions.response import CompletionChoice, CompletionLogprobs, TextCompletion
-from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
 router = APIRouter(route_class=BodyRoute)

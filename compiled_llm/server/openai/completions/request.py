@@ -10,8 +10,8 @@ from pydantic import Field
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Entries, NoEffect, RefusedField
+from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
-from compiled_llm.server.openai.fields.structured_outputs import Form
 
 _MAX_TOKENS = 16  # as OpenAI's, where a request does not say
 
@@ -51,9 +51,9 @@ class CompletionRequest(ChoiceFields):
         most = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.params(
             defaults,
+            form,
             max_tokens=most,
             logprobs=None if named else self.logprobs,
             prompt_logprobs=max(scores, default=None),
             prompt_logprobs_start=self.prompt_logprobs_start,
-            structured_outputs=None if form is None else form.params,
         )

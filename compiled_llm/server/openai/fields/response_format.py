@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from compiled_llm.server.openai.fields.fields import Body, NoEffect
 
 MAX_SCHEMA = 2**16  # characters of a schema: it takes time to compile
+
+
+class Form(NamedTuple):
+    """The form of an answer, and the field of the request, or the several fields, that ask for it."""
+
+    field: str
+    params: StructuredOutputsParams
 
 
 class PlainTextFormat(Body):

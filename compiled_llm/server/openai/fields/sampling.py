@@ -18,8 +18,8 @@ from compiled_llm.requests.sampling_params import (
 )
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
-from compiled_llm.server.openai.fields.response_format import ResponseFormat
-from compiled_llm.server.openai.fields.structured_outputs import Form, FormFields
+from compiled_llm.server.openai.fields.response_format import Form, ResponseFormat
+from compiled_llm.server.openai.fields.structured_outputs import FormFields
 
 T = TypeVar("T")
 Several = Annotated[Entries[T], Field(max_length=256)]  # things that each take time in every step, or in each answer
@@ -125,10 +125,13 @@ class SamplingFields(NumberFields, CutFields):
     use_beam_search: Annotated[Any, RefusedField("answers are drawn one token after another", (False,))] = None
     length_penalty: Annotated[Any, RefusedField("it is for beam search", (1.0, 1))] = None
 
-    def params(self, defaults: Mapping[str, int | float], **others: Any) -> SamplingParams:
+    def params(self, defaults: Mapping[str, int | float], form: Form | None = None, **others: Any) -> SamplingParams:
         """Return the sampling parameters, with ``others`` besides; ApiError or ValueError if they are impossible."""
         same = {name: value for name in _SAME_NAMES if (value := getattr(self, name, None)) not in (None, [])}
-        return SamplingParams(**with_defaults(same, defaults), logit_bias=self._biases(), **others)
+        held = None if form is None else form.params
+        return SamplingParams(
+            **with_defaults(same, defaults), logit_bias=self._biases(), structured_outputs=held, **others
+        )
 
     def _biases(self) -> dict[int, float] | None:
         try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from compiled_llm.requests.structured_outputs import MAX_BLANKS, StructuredOutputsParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
-from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA, AnyFormat, form_of
+from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA, AnyFormat, Form as Form, form_of
 
 _OLDER_NAMES = {
     "guided_json": "json",
@@ -24,13 +24,6 @@ _OLDER_NAMES = {
 """Their former names in vLLM, and their names in SGLang."""
 _NOT_FOLLOWED = RefusedField("no grammar follows it; give structured_outputs.max_whitespace_cnt")
 _Choice = Annotated[list[str], Field(max_length=4096, fail_fast=True)]
-
-
-class Form(NamedTuple):
-    """The form of an answer, and the field of the request, or the several fields, that ask for it."""
-
-    field: str
-    params: StructuredOutputsParams
 
 
 class StructuredOutputs(Body):

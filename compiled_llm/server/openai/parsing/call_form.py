@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_llm.requests.structured_outputs import MAX_BLANKS
 from compiled_llm.server.openai.fields.tools import Function
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 
@@ -45,7 +44,7 @@ class CallForm:
     end: str  # ends a call
     separator: str | None  # stands between two calls; None if an answer cannot have several
     style: str = "json"  # of the arguments, as xgrammar calls it
-    blanks: int | None = MAX_BLANKS  # how many they may have in a row; None for any number
+    blanks: int | None = None  # how many they may have in a row; None for any number
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return calls, one at least, as a structural tag of xgrammar's; more than one only if ``several``."""

@@ -25,7 +25,7 @@ from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import named_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
 from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of, usage_of
-from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.responses.input import images_in
 from compiled_llm.server.openai.responses.output import Output
 from compiled_llm.server.openai.responses.request import FlatNamedTool, ResponsesRequest

@@ -14,13 +14,13 @@ from compiled_llm.server.openai.chat.request import Effort, StoredFields, effort
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import (
     AnyFormat,
+    Form,
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
     PlainTextFormat,
 )
 from compiled_llm.server.openai.fields.sampling import SamplingFields, StreamOptions
-from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.fields.tools import MAX_TOOLS, Function, NamedFunction, Offer, Tool
 from compiled_llm.server.openai.responses.input import InputItem, messages_of
 
