@@ -366,7 +366,8 @@ class PagedCache(Cache):
         ids = self._known_ids(input_ids)
         positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
         fresh = [row.columns - first for row in rows]
-        leaders = same_rows(ids, positions, fresh) if not first and extra is None else list(range(len(rows)))
+        each_itself = list(range(len(rows)))
+        leaders = same_rows(ids, positions, fresh) if not first and extra is None else each_itself
         active = [batch_index for batch_index in sorted(set(leaders)) if len(fresh[batch_index])]
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
