@@ -247,7 +247,9 @@ class Programs:
 
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
         """Return a call for these arguments; ``compare`` checks for a prefill's recompilation, else the caller must."""
-        if not self._captures_outputs and _gives_outputs(arguments.inputs):
+        inputs = arguments.inputs
+        gives_more = inputs.wants or (isinstance(inputs, PrefillInputs) and inputs.pooling)
+        if gives_more and not self._captures_outputs:
             let_outputs_be_captured(self._facts.model, self._adapted(arguments))
             self._captures_outputs = True
         name = self._name_for(arguments.inputs)
@@ -465,11 +467,6 @@ def begin_during_tracing(device: torch.device, artifacts: Artifacts | None, trac
         start_processes_early()
     else:
         build_probes_early()
-
-
-def _gives_outputs(inputs: ProgramInputs) -> bool:
-    """Whether a program asks the model for more than logits."""
-    return bool(inputs.wants) or (isinstance(inputs, PrefillInputs) and bool(inputs.pooling))
 
 
 def _mark_symbolic(arguments: Arguments) -> None:

@@ -112,8 +112,11 @@ class PrefillPacker:
 
     def _filled_up(self, chunk: Chunk, logits: int, sampled: int) -> Chunk:
         """Return a chunk with so many logits and slots; those that are added are of padding."""
-        keep = np.concatenate([chunk.keep, np.zeros(logits - len(chunk.keep), dtype=np.int64)])
-        slots = np.concatenate([chunk.slots, self._state.slots.of([], sampled - len(chunk.slots))])
+        _, keep, slots, *_ = chunk
+        if missing := logits - len(keep):
+            keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
+        if missing := sampled - len(slots):
+            slots = np.concatenate([slots, self._state.slots.of([], missing)])
         return chunk._replace(keep=keep, slots=slots)
 
     def _pack(self, chunk: Chunk) -> tuple[Packed, HostTable]:

@@ -71,18 +71,17 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     with runtime.calls.begun() if call is None else nullcontext():
         if isinstance(cache, PagedCache):
             return _run_over(cache, original, self, arguments)
-        output = _serve(original, self, arguments)
+        output = _serve(original, self, arguments, cache)
     if isinstance(output, Reason):
         return _run_original(original, self, args, kwargs, output)
     count_forward(runtime, "compiled")
     return output
 
 
-def _serve(original: Any, self: Any, arguments: dict[str, Any]) -> Any:
+def _serve(original: Any, self: Any, arguments: dict[str, Any], cache: Cache | None) -> Any:
     """Return what the compiled forward gives a call without a ``PagedCache``, or why it cannot serve it."""
     runtime = self.compiled
-    cache, mask = arguments.get(runtime.facts.cache_argument), arguments.get("attention_mask")
-    if isinstance(cache, DynamicCache) and isinstance(mask, Tensor):
+    if isinstance(cache, DynamicCache) and isinstance(mask := arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = mask.cpu()  # once: it is read several times
     placement = runtime.placement()  # once: to find it, all modules are walked
     reason = original_reason() or forward_obstacle(original, self, arguments, placement)
@@ -213,12 +212,15 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     if "position_ids" in arguments and reader_of(arguments) is None:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
     given, keeps = arguments.get(runtime.facts.cache_argument), keeps_cache(model, arguments)
-    logits, cache, emitted = _computed(runtime, given, arguments, keeps)
+    asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
+    wanted = more_outputs(asked, runtime.facts.hooks)
+    logits, cache, emitted = _computed(runtime, given, arguments, keeps, wanted)
     if cache is not None and isinstance(given, DynamicCache):
         put_in_pages(given, cache)
     returned = cache if given is None else given if keeps or runtime.facts.hands_cache_back else None
     kind = _output_class(original)
-    output = kind(loss=_loss(model, arguments, logits), logits=logits, **{output_field(kind): returned})
+    loss = _loss(model, arguments, logits) if "labels" in arguments else None
+    output = kind(loss=loss, logits=logits, **{output_field(kind): returned})
     if emitted is not None:
         emitted.put_into(output)
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
@@ -226,11 +228,9 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 
 
 def _computed(
-    runtime: CompiledModel, given: Cache | None, arguments: Mapping[str, Any], keeps: bool
+    runtime: CompiledModel, given: Cache | None, arguments: Mapping[str, Any], keeps: bool, wanted: Any
 ) -> tuple[Tensor, PagedCache | None, Any]:
     """Return logits, the cache that holds the tokens, if the call wants one, and what is wanted besides."""
-    asked = arguments.get("output_hidden_states", getattr(runtime.facts.model.config, "output_hidden_states", False))
-    wanted = more_outputs(asked, runtime.facts.hooks)
     if given is None and wanted is None and (rows := NewRows.of(runtime, arguments)) is not None:
         return *rows.forward(keeps), None
     if (cache := _cache_for(runtime, given, arguments, keeps)) is None:
@@ -241,12 +241,9 @@ def _computed(
 
 
 def _loss(model: Any, arguments: Mapping[str, Any], logits: Tensor) -> Any:
-    """Return the loss if there are labels, else None."""
-    if (labels := arguments.get("labels")) is None:
-        return None
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
-    return model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
+    return model.loss_function(logits=logits, labels=arguments["labels"], vocab_size=vocabulary, **items)
 
 
 def _cache_for(
