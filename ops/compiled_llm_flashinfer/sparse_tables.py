@@ -17,7 +17,7 @@ from compiled_llm_flashinfer.arguments import Scale, check_backend
 from compiled_llm_flashinfer.attend import BatchTable, Logits, logits
 from compiled_llm_flashinfer.masks import packed_mask
 from compiled_llm_flashinfer.workspace import Planned
-from compiled_llm_ops.attention.decode import device_of
+from compiled_llm_ops.contracts.devices import device_of
 
 PARTS = 1024  # partial results that there is room for, of each kv head
 

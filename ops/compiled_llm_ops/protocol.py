@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import SCALED_IN_KERNELS, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts.devices import power_of_two
 
 
 class CapturedLaunch(NamedTuple):
@@ -337,7 +338,7 @@ class PagedKernels(Unplanned):
     def stored_head_dim(self, head_dim: int) -> int:
         from compiled_llm_ops.kernels.attention.packed_tiling import SMALLEST_HEAD
 
-        return max(SMALLEST_HEAD, 1 << (head_dim - 1).bit_length())
+        return max(SMALLEST_HEAD, power_of_two(head_dim))
 
     def append(self, args: AppendPagedKv) -> None:
         from compiled_llm_ops.kernels.attention.rope_append import append

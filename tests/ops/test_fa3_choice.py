@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from compiled_llm_ops import Geometry
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.flashinfer import backend, hopper, prebuilt
 from compiled_llm_ops.flashinfer.hopper import FA3, worth_fa3
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
-from compiled_llm_ops.flashinfer.workspace import processors_of
 
 PROCESSORS = 132
 DEVICE = torch.device("cuda", 0)
@@ -117,7 +117,11 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Simpl
     monkeypatch.setattr(hopper, "importlib", SimpleNamespace(import_module=modules.__getitem__))
     monkeypatch.setattr(prebuilt, "importlib", SimpleNamespace(import_module=modules.__getitem__))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024),
+    )
     monkeypatch.setattr(prebuilt, "_folders", [])
     monkeypatch.setattr(hopper, "find_nvcc", lambda: "nvcc")
     monkeypatch.setattr(hopper, "_builds", {})
@@ -137,7 +141,7 @@ def put(folder: Path, geometry: Geometry) -> None:
 
 
 def best(*groups: Geometry) -> int:
-    processors_of.cache_clear()
+    device_of.cache_clear()
     return backend.BACKEND.best_schedule(groups, [1024], [1024], DEVICE)
 
 
@@ -181,7 +185,7 @@ def test_short_prompts_stay_with_the_shorter_plan(
     installed: SimpleNamespace, queries: list[int], lengths: list[int], taken: bool
 ) -> None:
     put(installed.jit, heads(16))
-    processors_of.cache_clear()
+    device_of.cache_clear()
     assert (backend.BACKEND.best_schedule([heads(16)], queries, lengths, DEVICE) == FA3) is taken
 
 

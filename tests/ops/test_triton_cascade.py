@@ -144,9 +144,10 @@ def test_the_op_launches_all_three_with_tilings_for_the_device(options, seed, mo
     """With a real device's numbers, and what it would be given on one."""
     from compiled_llm_ops.attention import decode
     from compiled_llm_ops.attention.cascade import attention as cascade
+    from compiled_llm_ops.contracts.devices import CudaDevice
 
     for module in (cascade, decode):
-        monkeypatch.setattr(module, "device_of", lambda _: decode.DecodeDevice(132, 228 * 1024))
+        monkeypatch.setattr(module, "device_of", lambda _: CudaDevice(132, 228 * 1024))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     rows = rows_of(TREE, TAILS, seed, max_items=20)
     expected, expected_lse = rows.expected(*options.values())

@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from compiled_llm_ops.contracts import (
     newest_pages,
     value_size,
 )
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import as_arrays, attend_row_by_row, attend_to_listed, gather, store
 
@@ -245,23 +245,6 @@ def _attend(query: Tensor, args: DecodeAttention, places: RowPlaces) -> Tensor:
 
 
 # ---- CUDA
-
-
-class DecodeDevice(NamedTuple):
-    """Properties of a device that decide how its kernel is tiled."""
-
-    processors: int
-    shared_memory: int
-
-
-@functools.cache
-def device_of(device: torch.device) -> DecodeDevice:
-    """Return the numbers of the device, read once."""
-    properties = torch.cuda.get_device_properties(device)
-    return DecodeDevice(
-        properties.multi_processor_count,
-        properties.shared_memory_per_multiprocessor,
-    )
 
 
 def attend_on_cuda(

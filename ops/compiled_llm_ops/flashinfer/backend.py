@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from compiled_llm_ops.contracts import SCALED_IN_KERNELS, AppendPagedKv, Geometry, PageTable
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.flashinfer import hopper, install, mla
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import FA3, takes_fa3
@@ -16,7 +17,7 @@ from compiled_llm_ops.flashinfer.planner import plan_bytes
 from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
-from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, processors_of
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace
 from compiled_llm_ops.protocol import CapturedLaunch, DecodeOps, Installation, Launch
 
 
@@ -64,7 +65,7 @@ class FlashInfer:
         """Choose ``fa3`` if it pays for all groups; else split if that pays for any."""
         if any(group.rope_size for group in groups):
             return WHOLE
-        processors = processors_of(device)
+        processors = device_of(device).processors
         if takes_fa3(groups, queries, lengths, device, processors):
             return FA3
         return SPLIT if any(worth_splitting(group, queries, lengths, processors) for group in groups) else WHOLE
@@ -72,7 +73,7 @@ class FlashInfer:
     def workspace_bytes(
         self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
     ) -> int:
-        processors = processors_of(device)
+        processors = device_of(device).processors
         if any(group.rope_size for group in groups):
             return max(mla.workspace_bytes(group, processors) for group in groups)
         if captured is None:

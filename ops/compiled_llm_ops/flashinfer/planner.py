@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.flashinfer import hopper, mla
 from compiled_llm_ops.flashinfer.hopper import FA3, is_there, takes_fa3
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, max_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, sums_parts_wrongly, uniform_q_len_argument
-from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of, processors_of
+from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, max_blocks_of
 
 # What FlashInfer's planner returns, in its order: PrefillPlanInfo in scheduler.cuh.
 PLAN_FIELDS: tuple[str, ...] = (
@@ -120,10 +121,10 @@ def decide(
 def plan_bytes(geometry: Geometry, tokens: int, rows: int, device: torch.device) -> int:
     """Return an upper bound on the size of the plan of any batch with at most these tokens and rows, in bytes."""
     if geometry.rope_size:
-        return mla.plan_bytes(processors_of(device))
+        return mla.plan_bytes(device_of(device).processors)
     needed = fa2_plan_bytes(geometry, tokens, rows, max_blocks_of(device))
     if is_there(geometry, device):
-        needed = max(needed, hopper.plan_bytes(geometry, tokens, rows, processors_of(device)))
+        needed = max(needed, hopper.plan_bytes(geometry, tokens, rows, device_of(device).processors))
     return needed
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import SCALED_DTYPES, Geometry, PageTable
+from compiled_llm_ops.contracts.devices import device_of, power_of_two
 from compiled_llm_ops.flashinfer import mla
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.functors import functors
@@ -54,7 +55,7 @@ class FlashInferWorkspace:
         """``workspace_bytes``: size of the buffer; planning raises if it is too small."""
         self.buffer = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self.device = self.buffer.device
-        self.processors = processors_of(self.device)
+        self.processors = device_of(self.device).processors
         self.launching = threading.Lock()
         self._staging = [Staged.of(64 * 2**10) for _ in range(STAGING_BUFFERS)]
         self._next = 0
@@ -94,11 +95,6 @@ class FlashInferWorkspace:
         yield staged
         staged.copied.record(torch.cuda.current_stream(self.device))
         self._next = (self._next + 1) % len(self._staging)
-
-
-@functools.cache
-def processors_of(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache
@@ -179,8 +175,3 @@ _loaders = ThreadPoolExecutor(2, "compiled_llm_kernels")
 
 def pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least ``number``."""
-    return 1 << (number - 1).bit_length()

@@ -57,7 +57,7 @@ class Tile(NamedTuple):
     overlapped: int = MAX_OVERLAPPED
 
 
-class Reading(Enum):
+class CodeReading(Enum):
     """How a kernel reads blocks of codes; values are those of ``way_of`` and of layouts."""
 
     BYTES = "bytes"
@@ -74,21 +74,21 @@ _TILED = Tile(128, 3, 4, 3.0)
 _MANY = Tile(64, 3, 4, 3.0)
 _MORE = Tile(64, 3, 4, 2.0)
 TILES = {
-    Reading.BYTES: (Tile(64, 4, 4, 3.0), Tile(32, 4, 2, 6.0), Tile(64, 4, 2, 4.0), _MANY, _MORE),
-    Reading.HALVES: (
+    CodeReading.BYTES: (Tile(64, 4, 4, 3.0), Tile(32, 4, 2, 6.0), Tile(64, 4, 2, 4.0), _MANY, _MORE),
+    CodeReading.HALVES: (
         Tile(64, 4, 4, 3.0, apart=True, overlapped=8),
         Tile(64, 4, 2, 6.0, apart=True),
         Tile(64, 4, 2, 6.0, apart=True),
         _MANY,
         _MORE,
     ),
-    Reading.WORDS_BY_INPUT: (_BY_INPUT, _BY_INPUT, _BY_INPUT, _BY_INPUT, Tile(128, 3, 8, 1.0, apart=True)),
-    Reading.TILES: (_TILED, _TILED, _TILED, _MANY, _MORE),
-    Reading.WORDS_BY_OUTPUT: (_BY_OUTPUT, _BY_OUTPUT, _BY_OUTPUT, _MANY, _MORE),
+    CodeReading.WORDS_BY_INPUT: (_BY_INPUT, _BY_INPUT, _BY_INPUT, _BY_INPUT, Tile(128, 3, 8, 1.0, apart=True)),
+    CodeReading.TILES: (_TILED, _TILED, _TILED, _MANY, _MORE),
+    CodeReading.WORDS_BY_OUTPUT: (_BY_OUTPUT, _BY_OUTPUT, _BY_OUTPUT, _MANY, _MORE),
 }
 """By how a kernel reads a weight, and by TILE_ROWS."""
 
-FEWEST_ROWS = {Reading.TILES: 16, Reading.WORDS_BY_OUTPUT: 16}  # rows of a tile at least
+FEWEST_ROWS = {CodeReading.TILES: 16, CodeReading.WORDS_BY_OUTPUT: 16}  # rows of a tile at least
 
 
 class JoinedTile(NamedTuple):
@@ -122,7 +122,7 @@ class Groups(Enum):
 class JoinedKind(NamedTuple):
     """What decides on the tiles of a weight whose codes are joined."""
 
-    reading: Reading
+    reading: CodeReading
     groups: Groups = Groups.LONG
 
 
@@ -137,28 +137,30 @@ _GROUPS_OF_64 = Joined(
     (JoinedTile(16, 128, 4, 6.0, inputs=64), JoinedTile(32, 128, 4, 6.0, inputs=64), _SHORT_64, _SHORT_128), most=256
 )
 JOINED = {
-    JoinedKind(Reading.BYTES): Joined(
+    JoinedKind(CodeReading.BYTES): Joined(
         (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64, _128), fewest=9
     ),
-    JoinedKind(Reading.HALVES): Joined((JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128), fewest=9),
-    JoinedKind(Reading.HALVES, Groups.SHORT): _SHORT_GROUPS,
-    JoinedKind(Reading.HALVES, Groups.OF_64): Joined(
+    JoinedKind(CodeReading.HALVES): Joined(
+        (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128), fewest=9
+    ),
+    JoinedKind(CodeReading.HALVES, Groups.SHORT): _SHORT_GROUPS,
+    JoinedKind(CodeReading.HALVES, Groups.OF_64): Joined(
         (JoinedTile(32, 64, 3, 3.0), _SHORT_64, _SHORT_128), fewest=17, most=256
     ),
-    JoinedKind(Reading.WORDS_BY_INPUT): Joined(
+    JoinedKind(CodeReading.WORDS_BY_INPUT): Joined(
         (JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 64, 6, 3.0, overlapped=32), _64, _128)
     ),
-    JoinedKind(Reading.WORDS_BY_INPUT, Groups.SHORT): _SHORT_GROUPS,
-    JoinedKind(Reading.WORDS_BY_INPUT, Groups.OF_64): _GROUPS_OF_64,
-    JoinedKind(Reading.WORDS_BY_OUTPUT): Joined(
+    JoinedKind(CodeReading.WORDS_BY_INPUT, Groups.SHORT): _SHORT_GROUPS,
+    JoinedKind(CodeReading.WORDS_BY_INPUT, Groups.OF_64): _GROUPS_OF_64,
+    JoinedKind(CodeReading.WORDS_BY_OUTPUT): Joined(
         (JoinedTile(16, 64, 3, 3.0, overlapped=8), JoinedTile(32, 64, 3, 2.0), _64, _128)
     ),
-    JoinedKind(Reading.WORDS_BY_OUTPUT, Groups.SHORT): Joined(
+    JoinedKind(CodeReading.WORDS_BY_OUTPUT, Groups.SHORT): Joined(
         (JoinedTile(16, 128, 4, 6.0, inputs=32), JoinedTile(32, 64, 2, 3.0, inputs=256), _SHORT_64, _SHORT_128),
         most=256,
     ),
-    JoinedKind(Reading.WORDS_BY_OUTPUT, Groups.OF_64): _GROUPS_OF_64,
-    JoinedKind(Reading.TILES): Joined(
+    JoinedKind(CodeReading.WORDS_BY_OUTPUT, Groups.OF_64): _GROUPS_OF_64,
+    JoinedKind(CodeReading.TILES): Joined(
         (
             JoinedTile(16, 128, 3, 6.0, overlapped=16),
             JoinedTile(32, 128, 3, 6.0, overlapped=32),
@@ -167,7 +169,7 @@ JOINED = {
         ),
         most=1024,
     ),
-    JoinedKind(Reading.TILES, Groups.SHORT): Joined(
+    JoinedKind(CodeReading.TILES, Groups.SHORT): Joined(
         (
             JoinedTile(16, 128, 3, 3.0, overlapped=16),
             JoinedTile(32, 64, 3, 6.0, overlapped=32),
@@ -253,7 +255,7 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
     inputs = block_inputs(format, MAX_BLOCK)
     joined = joined_of(weight, dtype) if inputs > 0 else None
     if joined is None or m < joined.fewest:
-        plain = inputs > 0 and _reading(format, inputs) is not Reading.GATHERED and m <= MAX_ROWS
+        plain = inputs > 0 and _reading(format, inputs) is not CodeReading.GATHERED and m <= MAX_ROWS
         return tiling_for(m, format, *weight.shape, processors) if plain else Library.UNPACKED
     most = joined.most * joined_inputs(weight, dtype, MAX_BLOCK) // MAX_BLOCK
     return _joined_tiling(m, weight, dtype, joined, processors) if m <= most else Library.UNPACKED
@@ -281,7 +283,7 @@ def joined_of(weight: PackedWeight, dtype: torch.dtype) -> Joined | None:
         return NF4 if weight.nested is None else NESTED_NF4
     reading, groups = _reading(format, MAX_BLOCK), Groups.LONG
     if 0 < format.inputs < joined_inputs(weight, dtype, MAX_BLOCK):
-        groups = Groups.OF_64 if format.inputs == 64 and reading is not Reading.TILES else Groups.SHORT
+        groups = Groups.OF_64 if format.inputs == 64 and reading is not CodeReading.TILES else Groups.SHORT
     return JOINED[JoinedKind(reading, groups)]
 
 
@@ -314,10 +316,10 @@ def splits_for(programs: float, tiles: int, steps: int) -> int:
     return max(1, min(int(programs / tiles), steps // FEWEST_STEPS, MAX_SPLITS))
 
 
-def _reading(format: PackedFormat, inputs: int) -> Reading:
+def _reading(format: PackedFormat, inputs: int) -> CodeReading:
     """Return how a kernel reads blocks of so many inputs."""
     way = way_of(format, inputs)
-    return Reading(format.layout if way == "planes" else way)
+    return CodeReading(format.layout if way == "planes" else way)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

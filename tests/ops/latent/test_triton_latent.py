@@ -185,12 +185,10 @@ def test_queries_may_have_any_strides(seed):
 def test_the_ops_choose_their_tiling(seed, monkeypatch):
     """With a real device's numbers."""
     from compiled_llm_ops.attention.latent import attention, decode
+    from compiled_llm_ops.contracts.devices import CudaDevice
 
-    monkeypatch.setattr(decode, "device_of", lambda _: decode_device)
+    monkeypatch.setattr(decode, "device_of", lambda _: CudaDevice(132, 228 * 1024))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    from compiled_llm_ops.attention.decode import DecodeDevice
-
-    decode_device = DecodeDevice(132, 228 * 1024)
     rows = rows_of([3, 0, 70], page_size=16, seed=seed)
     expected, expected_lse = rows.expected()
     for kernel, made in ((decode._cuda, rows.decode_arguments), (attention._cuda, rows.arguments)):

@@ -17,6 +17,7 @@ from torch import Tensor
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention
+from compiled_llm_ops.contracts.devices import CudaDevice
 from compiled_llm_ops.kernels.attention.packed_tiling import (
     FEWEST,
     LARGEST_HEAD,
@@ -145,7 +146,7 @@ def test_the_backend_appends_and_attends_by_its_own_kernels(
     for name in ("attend_row_by_row", "append"):
         monkeypatch.setattr(plain_attention, name, None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(packed, "_shared_memory", lambda _: SHARED_MEMORY)
+    monkeypatch.setattr(packed, "device_of", lambda _: CudaDevice(132, SHARED_MEMORY))
     key, value, places = torch.cat(batch.keys), torch.cat(batch.values), batch.slots([0] * len(LENGTHS), LENGTHS)
     backend.append(AppendPagedKv(key, value, batch.pages, *places, *batch.table))
     plan = backend.new_plan(backend.workspace(torch.device("cpu"), 0), 0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_llm_ops.contracts.devices import CudaDevice
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling, choose_listed_tiling
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -69,7 +70,7 @@ def test_as_many_programs_as_listed_keys_need(seed, monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr("compiled_llm_ops.kernels.attention.decode_tiling.choose_listed_tiling", noted)
-    monkeypatch.setattr(decode, "device_of", lambda _: decode.DecodeDevice(132, 228 * 1024))
+    monkeypatch.setattr(decode, "device_of", lambda _: CudaDevice(132, 228 * 1024))
     for new_tokens in (1, 2):
         args = ListedRows([5, 1000], listed=6, new_tokens=new_tokens, seed=seed).arguments()
         with pytest.raises(InterruptedError):

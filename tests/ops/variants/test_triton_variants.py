@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts.devices import CudaDevice
 from compiled_llm_ops.kernels.attention.decode_tiling import (
     MAX_ROWS,
     MAX_SHARES,
@@ -82,7 +83,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from compiled_llm_ops.kernels.attention import packed
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(packed, "_shared_memory", lambda _: 0)
+    monkeypatch.setattr(packed, "device_of", lambda _: CudaDevice(0, 0))
     monkeypatch.setattr(packed, "packed_tiling", lambda *_: PackedTiling(16, 16, 3, 4))
 
 

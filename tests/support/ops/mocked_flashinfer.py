@@ -51,7 +51,9 @@ class UnusedEvent:
 
 @pytest.fixture
 def mocked(monkeypatch: pytest.MonkeyPatch) -> Mocked:
-    h200 = SimpleNamespace(multi_processor_count=132, max_threads_per_multi_processor=2048)
+    h200 = SimpleNamespace(
+        multi_processor_count=132, max_threads_per_multi_processor=2048, shared_memory_per_multiprocessor=228 * 1024
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
     monkeypatch.setattr(torch.cuda, "Event", UnusedEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import BlockSparseAttention, SparseItem, VariableBlockSparseAttention
-from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.plain_attention import attend_lse
 
 AnySparse = BlockSparseAttention | VariableBlockSparseAttention

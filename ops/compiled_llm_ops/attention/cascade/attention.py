@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS, CascadeAttention
-from compiled_llm_ops.attention.decode import attend_on_cpu, check as check_decode, device_of, prepare_on_cuda
+from compiled_llm_ops.attention.decode import attend_on_cpu, check as check_decode, prepare_on_cuda
 from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.merge import merged
 from compiled_llm_ops.attention.preparation import prepared
@@ -24,6 +24,7 @@ from compiled_llm_ops.contracts import (
     check_int32,
     value_size,
 )
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_lse, gather
 from compiled_llm_ops.protocol import JOINT

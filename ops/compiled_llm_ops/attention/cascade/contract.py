@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention, common_fields
+from compiled_llm_ops.contracts.devices import power_of_two
 
 CASCADE_LEVELS = 3  # shared runs of pages that a row of ``cascade_attention`` may begin with, at most
 
@@ -48,4 +49,4 @@ class CascadeAttention(NamedTuple):
     def row_queries(self) -> int:
         """Queries of a row and kv head as a tile holds them: G, the query heads of a kv head, as a power of two."""
         gqa = self.query.shape[1] // self.pages.shape[-3]
-        return 1 << (gqa - 1).bit_length()
+        return power_of_two(gqa)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries, check_latents, store
 from compiled_llm_ops.attention.lse import kernel_of_both, new_lse, with_lse
 from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.library import define_op
 

@@ -13,16 +13,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import PagedAttention
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.kernels.attention.decode import DTYPES
 from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, factors, with_whole_heads
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
@@ -227,11 +226,6 @@ def _packed_attention(
             tl.store(lse + offs_o, largest + tl.log2(total), mask=used)
 
 
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-
-
 def attend(
     args: PackedQueries,
     out: Tensor,
@@ -252,7 +246,7 @@ def attend(
         return
     if tiling is None:
         sizes_of_numbers = args.query.element_size(), args.pages.element_size()
-        tiling = packed_tiling(tokens * gqa / rows, stored, *sizes_of_numbers, _shared_memory(out.device))
+        tiling = packed_tiling(tokens * gqa / rows, stored, *sizes_of_numbers, device_of(out.device).shared_memory)
     new = 0 if args.qo_indptr is not None else tokens // rows
     # Without the tokens of each row, at least as many tiles as all have.
     tiles = rows * -(-new * gqa // tiling.queries) if new else tokens * gqa // tiling.queries + rows

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from compiled_llm_ops.contracts.devices import power_of_two
+
 MAX_STEP_ROWS = 64
 """Rows up to which programs look for the pairs of an expert themselves; with more, pairs are sorted first."""
 
@@ -36,7 +38,7 @@ def step_tiling(rows: int, places: int, outputs: int, inputs: int, itemsize: int
     tile = 64 // parts
     while tile > FEW and places * -(-outputs // tile) < LEAST_PROGRAMS:
         tile //= 2
-    block = min(256 // itemsize, max(16, _power_of_2(inputs)))
+    block = min(256 // itemsize, max(16, power_of_two(inputs)))
     if rows <= FEW:
         return ExpertsTiling(FEW, tile, block, 4, 4)
     return ExpertsTiling(MAX_STEP_ROWS, tile, block, 4, 4, 4 * CHUNK)
@@ -55,7 +57,3 @@ def packed_tiling(pairs: int, experts: int, itemsize: int, gated: bool) -> Exper
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
     """Return how many tiles of so many rows there are at most, however pairs are divided among experts."""
     return pairs // rows + min(pairs, experts)
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()

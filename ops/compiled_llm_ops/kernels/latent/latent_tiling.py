@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from compiled_llm_ops.contracts.devices import power_of_two
 from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.kernels.attention.decode_tiling import FEW, MAX_ROWS
 from compiled_llm_ops.kernels.pdl import is_hopper
@@ -68,7 +69,7 @@ class QueryTile(NamedTuple):
 def query_tile(heads: int, rank: int, most_tokens: int = 1) -> QueryTile:
     """Return a tile for H heads, those of one token first, and up to so many tokens, a power of two."""
     # A token's keys are read once for each tile of its heads.
-    own = min(MOST_QUERIES, 1 << (heads - 1).bit_length())
+    own = min(MOST_QUERIES, power_of_two(heads))
     tokens = max(1, min(most_tokens, MOST_QUERIES // own, MANY_SUMS // (own * rank)))
     own = max(own, FEWEST_QUERIES // tokens)
     many = own * tokens * rank >= MANY_SUMS
@@ -156,7 +157,7 @@ def reads_by_hand(args: LatentDecode) -> bool:
 
 def decode_tile(heads: int, rank: int, by_hand: bool = False) -> LatentTiling:
     """Return how one program reads the keys of a row alone with some of H heads: most fields as a tile has them."""
-    tile = max(FEWEST_QUERIES, min(MOST_QUERIES, 1 << (heads - 1).bit_length()))
+    tile = max(FEWEST_QUERIES, min(MOST_QUERIES, power_of_two(heads)))
     keys_first = tile <= KEYS_FIRST_HEADS
     stages = SHALLOW if 2 * DECODE_BLOCK * rank >= SHALLOW_BYTES else STAGES
     warps = 8 if not keys_first and tile * rank >= MANY_SUMS else 4
@@ -267,4 +268,4 @@ def head_parts(head_dim: int) -> tuple[int, int]:
     """Return the two sizes in which heads are multiplied, powers of two; the second, perhaps padded, may be 0."""
     main = 1 << max(4, head_dim.bit_length() - 1)
     rest = head_dim - main
-    return main, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
+    return main, 0 if rest <= 0 else max(16, power_of_two(rest))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.contracts.devices import power_of_two
+
 TILE, BLOCK = 64, 128
 """Outputs of a tile, which is what tensor cores take of their first operand, and inputs of a block."""
 
@@ -94,7 +96,7 @@ def choose_linear_tiling(m: int, n: int, k: int, processors: int = 132) -> Linea
         return None
     if m > TILE_ROWS:
         return _of_several_row_tiles(m, n, processors)
-    rows, outputs = max(16, 1 << (m - 1).bit_length()), TILE
+    rows, outputs = max(16, power_of_two(m)), TILE
     while rows == TILE_ROWS and outputs > 16 and n / (outputs * processors) < FEWEST_FULL_TILES:
         outputs //= 2
     tiles = min(MAX_TILES, -(-n // (outputs * processors)))

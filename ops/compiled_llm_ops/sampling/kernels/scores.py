@@ -35,7 +35,7 @@ _MAX_COUNTED = tl.constexpr(2**15 - 1)
 _HUGE = tl.constexpr(1e30)
 
 
-class Source(NamedTuple):
+class ScoreSource(NamedTuple):
     """What the scores of one row are made of; of each table, where the row's part begins.
 
     A part is there whether it is read or not; it is read if the row's ``adjustments`` say so: penalties and ``counts``
@@ -70,7 +70,7 @@ def source_of(
     row_temperature = tl.load(temperature + slot)
     # A temperature of 0 takes the most likely token, which no scale changes.
     scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
-    source = Source(
+    source = ScoreSource(
         logits=logits + row * stride,
         adjustments=tl.load(adjustments + slot),
         vocabulary=vocabulary,

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from compiled_llm_ops.contracts.devices import power_of_two
+
 DTYPES = (torch.float16, torch.bfloat16)
 
 FEWEST, MOST, MOST_OF_LARGE = 16, 128, 64
@@ -48,8 +50,8 @@ def sparse_tile(block_rows: int, gqa: int, head_dim: int, masked: bool = False) 
     """Return the tile for rows of about so many queries, and G heads; by constant properties of a captured launch."""
     # A mask inside blocks makes those of keys smaller: its addresses take registers. Queries are as many without.
     most = MOST if head_dim <= LARGE_HEAD else MOST_OF_LARGE
-    padded = max(FEWEST, min(most, _power_of_two(block_rows * gqa)), _power_of_two(gqa))
-    stored = max(FEWEST, _power_of_two(head_dim))
+    padded = max(FEWEST, min(most, power_of_two(block_rows * gqa)), power_of_two(gqa))
+    stored = max(FEWEST, power_of_two(head_dim))
     values, stages, warps = BLOCK_VALUES, STAGES, 8 if padded > 64 else 4
     if padded == FEWEST and head_dim <= LARGE_HEAD:  # a warp's registers hold their sums
         values, stages, warps = FEW_BLOCK_VALUES, FEW_STAGES, 1
@@ -67,7 +69,7 @@ class SparseMerge(NamedTuple):
 
 def sparse_merge(queries: int, gqa: int, stored: int) -> SparseMerge:
     """Return how results of up to so many queries with G heads each are merged, of ``stored`` values a head."""
-    rows = _power_of_two(queries * gqa)
+    rows = power_of_two(queries * gqa)
     columns = min(stored, max(MERGED_COLUMNS, MERGED_VALUES // (2 * rows)))
     return SparseMerge(rows, columns, max(1, MERGED_VALUES // (rows * columns)))
 
@@ -84,7 +86,3 @@ def missing_kernel(head_dim: int, dtype: torch.dtype) -> str | None:
     if head_dim > LARGEST_HEAD:
         return f"no kernel for heads of size {head_dim}; there are some up to {LARGEST_HEAD}"
     return None
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -19,6 +18,7 @@ import triton.language as tl
 
 from compiled_llm_flashinfer.ops.contracts import StridedAttention
 from compiled_llm_flashinfer.ops.kernels.strided.parts import PartResults, check_contiguous
+from compiled_llm_ops.contracts.devices import device_of, power_of_two
 from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.attention.packed_tiling import (
     FEWEST,
@@ -174,16 +174,9 @@ def _strided_attention(
             tl.store(lse_ptrs, largest + tl.log2(total), mask=used)
 
 
-@functools.cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Return a device's multiprocessors, and the shared memory of one in bytes."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
-
-
 def _stored(size: int) -> int:
     """Return the power of two that heads of this size are multiplied as."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 def strided_tiling(args: StridedAttention, shared_memory: int) -> PackedTiling:
@@ -207,7 +200,7 @@ def _parts(args: StridedAttention, tiles: int, device: torch.device) -> int:
         return 1
     pages = args.keys.shape[0] if args.indices is None else args.indices.shape[0]
     programs = max(1, tiles * args.keys.shape[1])
-    fit = PROGRAMS * _device(device)[0] // programs
+    fit = PROGRAMS * device_of(device).processors // programs
     return max(1, min(fit, pages * args.keys.shape[2] // SHORTEST_PART, MOST_PARTS))
 
 
@@ -222,7 +215,7 @@ def attend(args: StridedAttention, tiling: PackedTiling | None = None, parts: in
         return
     gqa, device = heads // args.keys.shape[1], args.out.device
     if tiling is None:
-        tiling = strided_tiling(args, _device(device)[1])
+        tiling = strided_tiling(args, device_of(device).shared_memory)
     if args.qo_indptr is None:
         tiles = args.rows * -(-(tokens // args.rows * gqa) // tiling.queries)
     else:  # without the tokens of each row, at least as many as all have

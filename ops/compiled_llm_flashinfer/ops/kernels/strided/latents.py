@@ -9,15 +9,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
-import torch
 import triton
 import triton.language as tl
 
 from compiled_llm_flashinfer.ops.contracts import StridedLatentAttention
 from compiled_llm_flashinfer.ops.kernels.strided.parts import PartResults, check_contiguous
+from compiled_llm_ops.contracts.devices import device_of
 from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, QueryTile, missing_kernel, query_tile
 from compiled_llm_ops.kernels.latent.step import attend_block, inner_contiguous
@@ -83,15 +82,10 @@ def _strided_latents(
             tl.store(lse_ptrs, largest + tl.log2(total), mask=used)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _parts(args: StridedLatentAttention, tiles: int) -> int:
     """Return how many programs share a row's keys: so many that the device has work, if rows may be long enough."""
     keys = args.indices.shape[0] * args.latents.shape[1] // max(1, args.rows)
-    return max(1, min(_processors(args.out.device) // max(1, tiles), keys // SHORTEST_PART, MOST_PARTS))
+    return max(1, min(device_of(args.out.device).processors // max(1, tiles), keys // SHORTEST_PART, MOST_PARTS))
 
 
 def attend(args: StridedLatentAttention, tile: QueryTile | None = None, parts: int | None = None) -> None:
