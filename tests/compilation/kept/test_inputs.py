@@ -94,6 +94,14 @@ def test_arguments_that_differ_in_more_than_sizes_are_not_alike(name: str) -> No
     assert alike.tensors(other) is None
 
 
+def test_a_tensor_in_two_arguments_is_told_from_two_tensors() -> None:
+    """A graph has it as one input."""
+    one, two = arguments(), arguments()
+    one["tables"], two["tables"] = (one["pages"][0],), (torch.zeros(8, 2),)
+    assert Alike(one).form != Alike(two).form
+    assert Alike(one).tensors(two) is None
+
+
 def test_tensors_are_found_in_the_order_of_their_paths() -> None:
     alike, given = Alike(arguments()), arguments()
     given["pages"][1] = torch.ones(80, 3)
