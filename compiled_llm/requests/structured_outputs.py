@@ -54,7 +54,7 @@ class StructuredOutputsParams:
     max_whitespace_cnt: int | None = MAX_BLANKS
 
     def __post_init__(self) -> None:
-        for name, value in needed("structured_outputs", "engine").kept(self).items():
+        for name, value in needed("structured_outputs", "engine").check_params(self).items():
             object.__setattr__(self, name, value)
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.engine.grammars.ends import ends_of as ends_of
-from compiled_llm.engine.grammars.forms.given import kept as kept, source_of as source_of
+from compiled_llm.engine.grammars.forms.given import check_params as check_params, source_of as source_of
 from compiled_llm.engine.grammars.forms.grammar_source import is_installed
 
 if TYPE_CHECKING:

@@ -15,13 +15,13 @@ from compiled_llm.engine.grammars.forms.bounds import (
     check_rules,
 )
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
-from compiled_llm.engine.grammars.forms.json_schema import followed, followed_tags, schema_text
+from compiled_llm.engine.grammars.forms.json_schema import rewrite_schema, rewrite_tags, schema_text
 from compiled_llm.requests.structured_outputs import FORMS, StructuredOutputsParams
 
 _ANY_OBJECT = '{"type": "object"}'
 
 
-def kept(params: StructuredOutputsParams) -> dict[str, Any]:
+def check_params(params: StructuredOutputsParams) -> dict[str, Any]:
     """Check a user's settings, and return immutable copies of the values that could change; ValueError, as theirs."""
     given = [name for name in FORMS if getattr(params, name) is not None]
     if len(given) != 1:
@@ -48,7 +48,7 @@ def source_of(params: StructuredOutputsParams) -> GrammarSource:
     """Return the source of the grammar of settings that have been checked."""
     free = not params.disable_any_whitespace
     if isinstance(params.json, str):
-        return GrammarSource("json", followed(params.json), free, params.max_whitespace_cnt)
+        return GrammarSource("json", rewrite_schema(params.json), free, params.max_whitespace_cnt)
     if params.regex is not None:
         return GrammarSource("regex", params.regex)
     if params.choice is not None:
@@ -56,7 +56,7 @@ def source_of(params: StructuredOutputsParams) -> GrammarSource:
     if params.grammar is not None:
         return GrammarSource("ebnf" if "::=" in params.grammar else "lark", params.grammar)
     if isinstance(params.structural_tag, str):
-        return GrammarSource("structural_tag", followed_tags(params.structural_tag))
+        return GrammarSource("structural_tag", rewrite_tags(params.structural_tag))
     return GrammarSource("json", _ANY_OBJECT, free, params.max_whitespace_cnt)
 
 
@@ -96,7 +96,7 @@ def _tag_text(tag: Any) -> str:
     except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"is no JSON: {error}") from error
     check_length(text)
-    followed_tags(text)
+    rewrite_tags(text)
     return text
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from compiled_llm.engine.grammars.forms.bounds import check_json, check_length, check_parts
-from compiled_llm.engine.grammars.forms.rewriting import rewritten
+from compiled_llm.engine.grammars.forms.rewriting import rewrite
 
 _SCHEMAS_OF_TAGS = ("json_schema", "schema")
 """Keys of structural tags, of the present kind and of the older one, whose values are schemas."""
@@ -25,7 +25,7 @@ def schema_text(schema: Any) -> str:
     except TypeError as error:
         raise ValueError(f"is no JSON: {error}") from error
     check_length(text)
-    followed(text)
+    rewrite_schema(text)
     return text
 
 
@@ -42,16 +42,16 @@ def _parsed(schema: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def followed(text: str) -> str:
-    """Return a schema (JSON) in the words that grammars follow; ValueError if there are none, as of ``rewritten``."""
+def rewrite_schema(text: str) -> str:
+    """Return a schema (JSON) in the words that grammars follow; ValueError if there are none, as of ``rewrite``."""
     # Cached, since many requests have the same one, and each is asked for several times.
-    found = json.dumps(_rewritten(json.loads(text), for_json=True))
+    found = json.dumps(_rewrite(json.loads(text), for_json=True))
     check_length(found)
     return found
 
 
 @lru_cache(maxsize=256)
-def followed_tags(text: str) -> str:
+def rewrite_tags(text: str) -> str:
     """Return structural tags, as JSON, with their schemas in the words that grammars follow."""
     found = json.dumps(_tags(json.loads(text)))
     check_length(found)
@@ -65,15 +65,15 @@ def _tags(tag: Any) -> Any:
         return tag
     for_json = tag.get("style", "json") == "json"
     return {
-        name: _rewritten(part, for_json)
+        name: _rewrite(part, for_json)
         if name in _SCHEMAS_OF_TAGS and isinstance(part, (Mapping, bool))
         else _tags(part)
         for name, part in tag.items()
     }
 
 
-def _rewritten(schema: Any, for_json: bool) -> Any:
+def _rewrite(schema: Any, for_json: bool) -> Any:
     try:
-        return rewritten(schema, for_json)
+        return rewrite(schema, for_json)
     except RecursionError as error:
         raise ValueError("has too many schemas inside one another") from error

@@ -79,7 +79,9 @@ _VALUES: _Form = (lambda value: isinstance(value, list) and value != [], "a list
 
 OF_TYPE: dict[str, dict[str, _Form]] = {
     "string": {"minLength": _COUNT, "maxLength": _COUNT, "pattern": _TEXT, "format": _TEXT},
-    "number": dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
+    **dict.fromkeys(
+        ("number", "integer"), dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER)
+    ),
     "array": {
         "prefixItems": _SCHEMAS,
         "items": (lambda value: _is_schema(value) or _are_schemas(value), "a schema"),
@@ -103,7 +105,7 @@ _OTHERS: dict[str, _Form] = {
     "$ref": _TEXT,
     **dict.fromkeys(("anyOf", "oneOf", "allOf"), _SCHEMAS),
 }
-_FOLLOWED = _OTHERS | {name: form for forms in OF_TYPE.values() for name, form in forms.items()}
+FOLLOWED = _OTHERS | {name: form for forms in OF_TYPE.values() for name, form in forms.items()}
 
 
 def check_keywords(schema: Mapping[str, Any]) -> None:
@@ -112,8 +114,8 @@ def check_keywords(schema: Mapping[str, Any]) -> None:
         if keyword in _NEVER_FOLLOWED:
             if value is not False:
                 raise NotFollowedError(f"{keyword}")
-        elif keyword in _FOLLOWED:
-            holds, must = _FOLLOWED[keyword]
+        elif keyword in FOLLOWED:
+            holds, must = FOLLOWED[keyword]
             if not holds(value):
                 raise NotFollowedError(f"{keyword}={reprlib.repr(value)}, which must be {must},")
         elif keyword != "$id" and keyword not in _ANNOTATIONS and not str(keyword).startswith("x-"):

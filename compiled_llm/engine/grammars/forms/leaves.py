@@ -2,14 +2,14 @@
 
 # A leaf is a schema in a plain form: ``{}`` for any value; ``{"$ref": ...}``; ``{"enum": [...]}``; or one ``type`` with
 # keywords of that type, in which schemas are lists of leaves, one of which a value follows. An empty list is no value.
-# A leaf with ``UNMEANT`` is of a type that a schema allows and does not mean: one with ``properties`` and without
+# A leaf with ``IMPLICIT`` is of a type that a schema allows and does not mean: one with ``properties`` and without
 # ``type`` allows numbers. Values of it are not written if there are others.
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from compiled_llm.engine.grammars.forms.patterns import occurs
 Leaf = dict[str, Any]
 Leaves = list[Leaf]
 ANY: Leaves = [{}]
-UNMEANT = "unmeant"
+IMPLICIT = "implicit"
 _DEEPEST, _FOLLOWED = 16, 2000
 """References inside one another, and in all, that are followed to see what holds beside them."""
 _MOST = 256  # leaves of one schema: each part beside another one multiplies them
@@ -52,79 +52,69 @@ class References:
             self._depth -= 1
 
 
-def met(one: Leaves, other: Leaves, expand: References) -> Leaves:
+def intersect(one: Leaves, other: Leaves, expand: References) -> Leaves:
     """Return leaves of the values that follow both; NotFollowedError if no grammar can follow both."""
     if one in (ANY, other):
         return other
     if other == ANY:
         return one
-    found = [leaf for left in one for right in other for leaf in _met(left, right, expand)]
+    found = [leaf for left in one for right in other for leaf in _intersect(left, right, expand)]
     if len(found) > _MOST:
         raise NotFollowedError(f"keywords beside each other that come to more than {_MOST} alternatives,")
     return found
 
 
-def _met(one: Leaf, other: Leaf, expand: References) -> Leaves:
+def _intersect(one: Leaf, other: Leaf, expand: References) -> Leaves:
     if not one or not other or one == other:
         return [one or other]
     for leaf, rest in ((one, other), (other, one)):
         if "$ref" in leaf:
             with expand.inside():
-                return met(expand(leaf), [rest], expand)
-    if UNMEANT in one or UNMEANT in other:
-        found = _met(meant(one), meant(other), expand)
-        return [{**leaf, UNMEANT: True} for leaf in found] if UNMEANT in one and UNMEANT in other else found
+                return intersect(expand(leaf), [rest], expand)
+    if IMPLICIT in one or IMPLICIT in other:
+        found = _intersect(strip_marker(one), strip_marker(other), expand)
+        return [{**leaf, IMPLICIT: True} for leaf in found] if IMPLICIT in one and IMPLICIT in other else found
     for leaf, rest in ((one, other), (other, one)):
         if "enum" in leaf:
-            values = _chosen(leaf["enum"], rest)
+            values = _choose(leaf["enum"], rest)
             return [{"enum": values}] if values else []
     kinds = {one["type"], other["type"]}
     if kinds == {"number", "integer"}:
         one, other = ({**leaf, "type": "integer"} for leaf in (one, other))
     elif len(kinds) == 2:
         return []
-    meet = _MEETINGS.get(one["type"])
-    both = one if meet is None else meet(one, other, expand)
+    of_type = _INTERSECT.get(one["type"])
+    both = one if of_type is None else of_type(one, other, expand)
     return [] if both is None else [both]
 
 
-def _all_met(each: list[Leaves], expand: References) -> Leaves:
+def intersect_all(each: Iterable[Leaves], expand: References) -> Leaves:
+    """Return leaves of the values that follow each of several schemas, as ``intersect``; ``ANY`` of none."""
     found = ANY
     for leaves in each:
-        found = met(found, leaves, expand)
+        found = intersect(found, leaves, expand)
     return found
 
 
-def meant(leaf: Leaf) -> Leaf:
-    """Return a leaf without ``UNMEANT``."""
-    return {name: each for name, each in leaf.items() if name != UNMEANT}
+def strip_marker(leaf: Leaf) -> Leaf:
+    """Return a leaf without ``IMPLICIT``."""
+    return {name: each for name, each in leaf.items() if name != IMPLICIT}
 
 
-def _numbers_met(one: Leaf, other: Leaf, _: References) -> Leaf | None:
-    return number(one | _tighter(one, other))
+def _intersect_numbers(one: Leaf, other: Leaf, _: References) -> Leaf | None:
+    return number(one, other)
 
 
-def _tighter(one: Leaf, other: Leaf) -> Leaf:
-    found: Leaf = {}
-    for names, tighter in ((("minimum", "exclusiveMinimum"), max), (("maximum", "exclusiveMaximum"), min)):
-        for name in names:
-            given = [leaf[name] for leaf in (one, other) if name in leaf]
-            found |= {name: tighter(given)} if given else {}
-    return found
-
-
-def number(leaf: Leaf) -> Leaf | None:
-    """Return a leaf of numbers with one bound at most on each side; None if there are none."""
-    low, above = leaf.get("minimum", -math.inf), leaf.get("exclusiveMinimum", -math.inf)
-    high, below = leaf.get("maximum", math.inf), leaf.get("exclusiveMaximum", math.inf)
-    if leaf["type"] == "integer":
-        ends = [low if low == -math.inf else math.ceil(low), above if above == -math.inf else math.floor(above) + 1]
-        low, above = max(ends), -math.inf
-        ends = [high if high == math.inf else math.floor(high), below if below == math.inf else math.ceil(below) - 1]
-        high, below = min(ends), math.inf
+def number(*leaves: Leaf) -> Leaf | None:
+    """Return a leaf of numbers with the tightest bound on each side; None if there are none."""
+    low, above = (max(leaf.get(name, -math.inf) for leaf in leaves) for name in ("minimum", "exclusiveMinimum"))
+    high, below = (min(leaf.get(name, math.inf) for leaf in leaves) for name in ("maximum", "exclusiveMaximum"))
+    if leaves[0]["type"] == "integer":
+        low, above = max(_whole(math.ceil, low), _whole(math.floor, above) + 1), -math.inf
+        high, below = min(_whole(math.floor, high), _whole(math.ceil, below) - 1), math.inf
     if max(low, above) > min(high, below) or (max(low, above) == min(high, below) and (above >= low or below <= high)):
         return None
-    found: Leaf = {"type": leaf["type"]}
+    found: Leaf = {"type": leaves[0]["type"]}
     if max(low, above) > -math.inf:
         found |= {"exclusiveMinimum": above} if above >= low else {"minimum": low}
     if min(high, below) < math.inf:
@@ -132,32 +122,39 @@ def number(leaf: Leaf) -> Leaf | None:
     return found
 
 
-def _strings_met(one: Leaf, other: Leaf, _: References) -> Leaf | None:
+def _whole(rounded: Callable[[float], int], bound: float) -> float:
+    return bound if bound in (-math.inf, math.inf) else rounded(bound)
+
+
+def _intersect_strings(one: Leaf, other: Leaf, _: References) -> Leaf | None:
     for name in ("pattern", "format"):
         if name in one and name in other and one[name] != other[name]:
             raise NotFollowedError(f"more than one {name} for a string")
-    return sized({**one, **other}, one, other, ("minLength", "maxLength"))
+    return sized(one | other, one, other)
 
 
-def sized(both: Leaf, one: Leaf, other: Leaf, names: tuple[str, str]) -> Leaf | None:
-    """Return ``both`` with the tighter of two bounds on each side; None if nothing is within them."""
-    least, most = names
-    low = max(one.get(least, 0), other.get(least, 0))
-    high = min(one.get(most, math.inf), other.get(most, math.inf))
-    rest = {name: value for name, value in both.items() if name not in names}
-    found = rest | ({least: int(low)} if low else {}) | ({most: int(high)} if high < math.inf else {})
-    return None if low > high else found
+_SIZES = {
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems"),
+    "object": ("minProperties", "maxProperties"),
+}
 
 
-def _arrays_met(one: Leaf, other: Leaf, expand: References) -> Leaf | None:
+def sized(found: Leaf, *leaves: Leaf) -> Leaf | None:
+    """Return ``found`` with the tightest of the sizes of some leaves; None if nothing is within them."""
+    least, most = _SIZES[found["type"]]
+    low = max(leaf.get(least, 0) for leaf in leaves)
+    high = min(leaf.get(most, math.inf) for leaf in leaves)
+    rest = {name: value for name, value in found.items() if name not in (least, most)}
+    sizes = ({least: int(low)} if low else {}) | ({most: int(high)} if high < math.inf else {})
+    return None if low > high else rest | sizes
+
+
+def _intersect_arrays(one: Leaf, other: Leaf, expand: References) -> Leaf | None:
     count = max(len(leaf.get("prefixItems", ())) for leaf in (one, other))
-    first = [met(item(one, place), item(other, place), expand) for place in range(count)]
-    rest = [leaf["items"] for leaf in (one, other) if "items" in leaf]
-    both: Leaf = {"type": "array"}
-    both |= {"prefixItems": first} if first else {}
-    both |= {"items": _all_met(rest, expand)} if rest else {}
-    bounds = {name: value for name, value in (one | other).items() if name in ("minItems", "maxItems")}
-    return sized(both | bounds, one, other, ("minItems", "maxItems"))
+    first = [intersect(item(one, place), item(other, place), expand) for place in range(count)]
+    both: Leaf = {"type": "array"} | ({"prefixItems": first} if first else {})
+    return sized(both | _intersect_keywords(("items",), one, other, expand), one, other)
 
 
 def item(leaf: Leaf, place: int) -> Leaves:
@@ -167,23 +164,25 @@ def item(leaf: Leaf, place: int) -> Leaves:
     return first[place] if place < len(first) else rest
 
 
-def _objects_met(one: Leaf, other: Leaf, expand: References) -> Leaf | None:
-    names = dict.fromkeys([*one.get("properties", ()), *other.get("properties", ())])
-    both: Leaf = {"type": "object"}
-    if names:
-        both["properties"] = {name: met(value(one, name, expand), value(other, name, expand), expand) for name in names}
-    required = dict.fromkeys([*one.get("required", ()), *other.get("required", ())])
-    both |= {"required": list(required)} if required else {}
-    for keyword in ("additionalProperties", "propertyNames"):
-        given = [leaf[keyword] for leaf in (one, other) if keyword in leaf]
-        both |= {keyword: _all_met(given, expand)} if given else {}
-    if patterns := _patterns_met(one, other, expand):
+def _intersect_objects(one: Leaf, other: Leaf, expand: References) -> Leaf | None:
+    names, required = (
+        list(dict.fromkeys([*one.get(keyword, ()), *other.get(keyword, ())])) for keyword in ("properties", "required")
+    )
+    properties = {name: intersect(value(one, name, expand), value(other, name, expand), expand) for name in names}
+    both: Leaf = {"type": "object"} | ({"properties": properties} if names else {})
+    both |= {"required": required} if required else {}
+    both |= _intersect_keywords(("additionalProperties", "propertyNames"), one, other, expand)
+    if patterns := _intersect_patterns(one, other, expand):
         both["patternProperties"] = patterns
-    bounds = ("minProperties", "maxProperties")
-    return sized(both, one, other, bounds)
+    return sized(both, one, other)
 
 
-def _patterns_met(one: Leaf, other: Leaf, expand: References) -> dict[str, Leaves]:
+def _intersect_keywords(keywords: Iterable[str], one: Leaf, other: Leaf, expand: References) -> Leaf:
+    given = {keyword: [leaf[keyword] for leaf in (one, other) if keyword in leaf] for keyword in keywords}
+    return {keyword: intersect_all(each, expand) for keyword, each in given.items() if each}
+
+
+def _intersect_patterns(one: Leaf, other: Leaf, expand: References) -> dict[str, Leaves]:
     mine, others = one.get("patternProperties", {}), other.get("patternProperties", {})
     if mine and others and {*mine} != {*others}:
         raise NotFollowedError("different patternProperties for one object,")
@@ -191,34 +190,31 @@ def _patterns_met(one: Leaf, other: Leaf, expand: References) -> dict[str, Leave
     for pattern in mine or others:
         left = mine[pattern] if mine else one.get("additionalProperties", ANY)
         right = others[pattern] if others else other.get("additionalProperties", ANY)
-        found[pattern] = met(left, right, expand)
+        found[pattern] = intersect(left, right, expand)
     return found
 
 
 def value(leaf: Leaf, name: str, expand: References) -> Leaves:
     """Return the leaves of a property of an object, named or not."""
-    named, found = leaf.get("properties", {}), ANY
-    matching = [each for pattern, each in leaf.get("patternProperties", {}).items() if occurs(pattern, name)]
-    for each in matching:
-        found = met(found, each, expand)
-    if name in named:
-        return met(named[name], found, expand)
-    return found if matching else leaf.get("additionalProperties", ANY)
+    named, by_pattern = leaf.get("properties", {}), leaf.get("patternProperties", {})
+    found: list[Leaves] = [named[name]] if name in named else []
+    found += [each for pattern, each in by_pattern.items() if occurs(pattern, name)]
+    return intersect_all(found or [leaf.get("additionalProperties", ANY)], expand)
 
 
-_MEETINGS: dict[str, Callable[[Leaf, Leaf, References], Leaf | None]] = {
-    "number": _numbers_met,
-    "integer": _numbers_met,
-    "string": _strings_met,
-    "array": _arrays_met,
-    "object": _objects_met,
+_INTERSECT: dict[str, Callable[[Leaf, Leaf, References], Leaf | None]] = {
+    "number": _intersect_numbers,
+    "integer": _intersect_numbers,
+    "string": _intersect_strings,
+    "array": _intersect_arrays,
+    "object": _intersect_objects,
 }
 
 
 # ---- values
 
 
-def _chosen(values: list[Any], leaf: Leaf) -> list[Any]:
+def _choose(values: list[Any], leaf: Leaf) -> list[Any]:
     """Return those that follow a leaf; NotFollowedError if that is hard to tell."""
     if "enum" in leaf:
         keys = set(map(_key, leaf["enum"]))
@@ -239,13 +235,13 @@ def type_of(given: Any) -> str:
 def holds(given: Any, leaf: Leaf) -> bool:
     """Whether a value follows a leaf; NotFollowedError if that is hard to tell."""
     if "enum" in leaf:
-        return bool(_chosen([given], leaf))
+        return bool(_choose([given], leaf))
     if not leaf:
         return True
     kind = type_of(given)
     if kind != leaf["type"] and (kind, leaf["type"]) != ("integer", "number"):
         return False
-    rest = {name: bound for name, bound in leaf.items() if name not in ("type", UNMEANT)}
+    rest = {name: bound for name, bound in leaf.items() if name not in ("type", IMPLICIT)}
     if kind in ("integer", "number"):
         above = given > rest.pop("exclusiveMinimum", -math.inf) and given >= rest.pop("minimum", -math.inf)
         return bool(above and given < rest.pop("exclusiveMaximum", math.inf) and given <= rest.pop("maximum", math.inf))
@@ -288,12 +284,12 @@ def _excludes(one: Leaf, other: Leaf, expand: References) -> bool:
     if "enum" in one or "enum" in other:
         values, leaf = (one["enum"], other) if "enum" in one else (other["enum"], one)
         try:
-            return not _chosen(values, leaf)
+            return not _choose(values, leaf)
         except NotFollowedError:
             return False
     kinds = {one["type"], other["type"]}
     if kinds <= {"number", "integer"}:
-        return not _met(one, other, expand)
+        return not _intersect(one, other, expand)
     return len(kinds) == 2 or (kinds == {"object"} and _objects_exclude(one, other, expand))
 
 

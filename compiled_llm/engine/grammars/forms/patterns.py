@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from compiled_llm.engine.grammars.forms.keywords import NotFollowedError
+
 Ranges = tuple[tuple[int, int], ...]  # characters, by code points: each range with its ends, in order and apart
 
 MAX_UNFOLDED = 2**13  # characters of a pattern whose repeats are written out: an automaton has a state for each
@@ -106,11 +108,13 @@ Node = Chars | Edge | Chain | Either | Repeat
 _NOTHING = Chain(())
 
 
-def parsed(pattern: str) -> Node:
-    """Return the tree of a pattern, which the whole text has to match; ValueError says what no grammar can follow."""
-    node = _inner(_PatternReader(pattern).read(), first=True, last=True)
+def parse(pattern: str) -> Node:
+    """Return the tree of a pattern, which the whole text has to match; NotFollowedError if no grammar can follow it."""
+    node = _without_edges(_PatternReader(pattern).read(), first=True, last=True)
     if _unfolded(node) > MAX_UNFOLDED:
-        raise ValueError(f"a pattern that repeats so much that it unfolds to more than {MAX_UNFOLDED:,} characters")
+        raise NotFollowedError(
+            f"a pattern that repeats so much that it unfolds to more than {MAX_UNFOLDED:,} characters"
+        )
     return node
 
 
@@ -127,7 +131,7 @@ class _PatternReader:
         return node
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ValueError(f"a pattern with {what} at character {self._at}")
+        raise NotFollowedError(f"a pattern with {what} at character {self._at}")
 
     def _take(self, text: str) -> bool:
         found = self._pattern.startswith(text, self._at)
@@ -247,22 +251,22 @@ def _of(code: int) -> Ranges:
     return ((code, code),)
 
 
-def _inner(node: Node, first: bool, last: bool) -> Node:
+def _without_edges(node: Node, first: bool, last: bool) -> Node:
     """Return a tree without its edges, which stand at the ``first`` and the ``last`` place of the text alone."""
     if isinstance(node, Edge):
         if not (first if node.sign == "^" else last):
-            raise ValueError("a pattern with ^ or $ in the middle")
+            raise NotFollowedError("a pattern with ^ or $ in the middle")
         return _NOTHING
     if isinstance(node, Either):
-        return Either(tuple(_inner(part, first, last) for part in node.parts))
+        return Either(tuple(_without_edges(part, first, last) for part in node.parts))
     if isinstance(node, Repeat):
-        return Repeat(_inner(node.part, first=False, last=False), node.least, node.most)
+        return Repeat(_without_edges(node.part, first=False, last=False), node.least, node.most)
     if isinstance(node, Chars):
         return node
     marks = [isinstance(part, Edge) for part in node.parts]
     return Chain(
         tuple(
-            _inner(part, first and all(marks[:number]), last and all(marks[number + 1 :]))
+            _without_edges(part, first and all(marks[:number]), last and all(marks[number + 1 :]))
             for number, part in enumerate(node.parts)
         )
     )
@@ -273,9 +277,9 @@ def _inner(node: Node, first: bool, last: bool) -> Node:
 
 def occurs(pattern: str, text: str) -> bool:
     """Whether a pattern matches part of a text, as JSON Schema reads it, linear in both, as nothing is tried twice."""
-    parsed(pattern)
+    parse(pattern)
     if len(text) > _LONGEST:
-        raise ValueError(f"a pattern beside a text of more than {_LONGEST:,} characters")
+        raise NotFollowedError(f"a pattern beside a text of more than {_LONGEST:,} characters")
     return bool(_ends(_PatternReader(pattern).read(), text, set(range(len(text) + 1))))
 
 
@@ -331,25 +335,25 @@ def _product(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one * other
 
 
-def bounded(node: Node, low: int, high: int | None) -> Node | None:
-    """Return the tree of texts that also have ``low`` to ``high`` characters; ValueError if none can follow both."""
+def limit_length(node: Node, low: int, high: int | None) -> Node | None:
+    """Return the tree of texts that also have ``low`` to ``high`` characters; NotFollowedError if that is hard."""
     least, most = lengths(node)
     if (high is not None and least > high) or (most is not None and most < low):
         return None
     if least >= low and (high is None or (most is not None and most <= high)):
         return node
     if isinstance(node, Either):
-        parts = [part for each in node.parts if (part := bounded(each, low, high)) is not None]
+        parts = [part for each in node.parts if (part := limit_length(each, low, high)) is not None]
         return Either(tuple(parts)) if parts else None
     if isinstance(node, Chain):
-        return _bounded_part(node, low, high)
+        return _limit_part(node, low, high)
     if isinstance(node, Repeat) and (width := _width(node.part)):
         fewest = max(node.least, -(-low // width))
         limits = [limit for limit in (node.most, None if high is None else high // width) if limit is not None]
         if limits and fewest > min(limits):
             return None
         return Repeat(node.part, fewest, min(limits, default=None))
-    raise ValueError("a pattern beside minLength or maxLength, of which it does not say itself how they meet,")
+    raise NotFollowedError("a pattern beside minLength or maxLength, of which it does not say itself how they meet,")
 
 
 def _width(node: Node) -> int:
@@ -358,14 +362,14 @@ def _width(node: Node) -> int:
     return least if least == most else 0
 
 
-def _bounded_part(node: Chain, low: int, high: int | None) -> Node | None:
+def _limit_part(node: Chain, low: int, high: int | None) -> Node | None:
     """Return a sequence of which one part alone varies in length, with that one bounded."""
     varying = [number for number, part in enumerate(node.parts) if len(set(lengths(part))) == 2]
     if len(varying) != 1:
-        raise ValueError("a pattern beside minLength or maxLength, of which several parts vary in length,")
+        raise NotFollowedError("a pattern beside minLength or maxLength, of which several parts vary in length,")
     (number,) = varying
     rest = sum(lengths(part)[0] for part in node.parts) - lengths(node.parts[number])[0]
-    part = bounded(node.parts[number], max(0, low - rest), None if high is None else high - rest)
+    part = limit_length(node.parts[number], max(0, low - rest), None if high is None else high - rest)
     return None if part is None else Chain((*node.parts[:number], part, *node.parts[number + 1 :]))
 
 
@@ -392,9 +396,9 @@ def any_characters(least: int, most: int | None) -> str:
     return f"{CHARACTER}{{{least},{'' if most is None else most}}}"
 
 
-def written(node: Node) -> str:
+def render(node: Node) -> str:
     """Return a tree as a pattern over JSON's text, with ``STAND_IN`` if it only matches texts with escapes."""
-    text = _written(node) or "(?:)"
+    text = _render(node) or "(?:)"
     return text if is_raw(node) else f"(?:{text}{STAND_IN}"
 
 
@@ -409,14 +413,14 @@ def is_raw(node: Node) -> bool:
     return not isinstance(node, Chain) or all(map(is_raw, node.parts))
 
 
-def _written(node: Node) -> str:
+def _render(node: Node) -> str:
     if isinstance(node, Chars):
         return _characters(node.ranges)
     if isinstance(node, Repeat):
-        return _times(_written(node.part), node.least, node.most)
+        return _times(_render(node.part), node.least, node.most)
     if isinstance(node, Either):
-        return f"(?:{'|'.join(map(_written, node.parts))})"
-    parts = list(filter(None, map(_written, node.parts))) if isinstance(node, Chain) else []
+        return f"(?:{'|'.join(map(_render, node.parts))})"
+    parts = list(filter(None, map(_render, node.parts))) if isinstance(node, Chain) else []
     return parts[0] if len(parts) == 1 else f"(?:{''.join(parts)})" if parts else ""
 
 
@@ -450,7 +454,7 @@ def _characters(ranges: Ranges) -> str:
     numbers = _common(ranges, _BY_NUMBER)
     escaped = "".join(text for code, text in _SHORT.items() if _common(ranges, _of(code)))
     ways = [f"[{escaped}]"] if escaped else []
-    codes = [text for low, high in numbers for text in _hex(f"{low:04x}", f"{high:04x}")]
+    codes = [text for low, high in numbers for text in _hex(low, high, 4)]
     if _common(ranges, ((0x10000, _LAST),)) == ((0x10000, _LAST),):
         codes.append(_PAIR)
     if codes:
@@ -459,7 +463,7 @@ def _characters(ranges: Ranges) -> str:
     if ways:
         either.append(rf"\\(?:{'|'.join(ways)})")
     if not either:
-        raise ValueError("a pattern with a character that no text has")
+        raise NotFollowedError("a pattern with a character that no text has")
     return either[0] if not ways else f"(?:{'|'.join(either)})"
 
 
@@ -473,40 +477,35 @@ def _sign(code: int) -> str:
     return rf"\x{code:02x}" if code < 0x80 else rf"\u{code:04x}" if code < 0x10000 else rf"\u{{{code:x}}}"
 
 
-def _hex(low: str, high: str) -> list[str]:
-    """Return patterns of the numbers from one to another, which have as many digits of base 16."""
-    if not low:
-        return [""]
-    if low == "0" * len(low) and high == "f" * len(high):
-        return [_HEX if len(low) == 1 else f"{_HEX}{{{len(low)}}}"]
-    if low[0] == high[0]:
-        return [_digit(low[0], low[0]) + rest for rest in _hex(low[1:], high[1:])]
-    first, last = int(low[0], 16), int(high[0], 16)
+def _hex(low: int, high: int, digits: int) -> list[str]:
+    """Return patterns of the numbers from one to another, written with so many digits of base 16."""
+    if low == 0 and high == 16**digits - 1:
+        return [f"{_HEX}{{{digits}}}"] if digits else [""]
+    unit = 16 ** (digits - 1)
+    (first, begin), (last, end) = divmod(low, unit), divmod(high, unit)
+    if first == last:
+        return [_digit(first, last) + rest for rest in _hex(begin, end, digits - 1)]
     found: list[str] = []
-    if low[1:].strip("0"):
-        found += [_digit(low[0], low[0]) + rest for rest in _hex(low[1:], "f" * len(low[1:]))]
+    if begin:
+        found += [_digit(first, first) + rest for rest in _hex(begin, unit - 1, digits - 1)]
         first += 1
-    after = []
-    if high[1:].strip("f"):
-        after = [_digit(high[0], high[0]) + rest for rest in _hex("0" * len(high[1:]), high[1:])]
+    if end < unit - 1:
+        found += [_digit(last, last) + rest for rest in _hex(0, end, digits - 1)]
         last -= 1
     if first <= last:
-        rest = _hex("0" * len(low[1:]), "f" * len(low[1:]))[0]
-        found.append(_digit(f"{first:x}", f"{last:x}") + rest)
-    return found + after
+        found.append(_digit(first, last) + _hex(0, unit - 1, digits - 1)[0])
+    return found
 
 
-def _digit(low: str, high: str) -> str:
+def _digit(low: int, high: int) -> str:
     """Return a class of the digits from one to another, large and small."""
-    if low == high and low.isdecimal():
-        return low
-    parts = []
-    if low.isdecimal():
-        parts.append(f"{low}-{min(high, '9')}")
-    if not high.isdecimal():
-        begin = max(low, "a")
-        parts += [f"{begin}-{high}", f"{begin.upper()}-{high.upper()}"]
-    return f"[{''.join(parts)}]"
+    first, last = f"{low:x}", f"{high:x}"
+    if low == high < 10:
+        return first
+    if high < 10:
+        return f"[{first}-{last}]"
+    letters = f"{max(first, 'a')}-{last}"
+    return f"[{f'{first}-9' if low < 10 else ''}{letters.upper()}{letters}]"
 
 
 # ---- names

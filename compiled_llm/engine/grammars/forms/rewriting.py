@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from compiled_llm.engine.grammars.forms import patterns
 from compiled_llm.engine.grammars.forms.keywords import (
+    FOLLOWED,
     FORMATS,
     OF_TYPE,
     TYPES,
@@ -22,17 +23,18 @@ from compiled_llm.engine.grammars.forms.keywords import (
 )
 from compiled_llm.engine.grammars.forms.leaves import (
     ANY,
-    UNMEANT,
+    IMPLICIT,
     Leaf,
     Leaves,
     References,
     excludes,
     holds,
+    intersect,
+    intersect_all,
     item,
-    meant,
-    met,
     number,
     sized,
+    strip_marker,
     value,
 )
 
@@ -42,7 +44,7 @@ _MOST_APART = 100  # alternatives each of which is compared with all others
 _EXACT = 10**15  # fractions are smaller: xgrammar writes six digits after the point, and a float has 15 in all
 
 
-def rewritten(schema: Any, for_json: bool = True) -> Any:
+def rewrite(schema: Any, for_json: bool = True) -> Any:
     """Return a schema that xgrammar follows, of the same values; ValueError says what and where, if there is none."""
     # Patterns of strings are for the text of JSON, those of arguments in XML, without ``for_json``, for their own.
     return _Rewriting(schema, for_json).whole()
@@ -59,13 +61,13 @@ class _Rewriting:
         self._expand = References(self._of_place)
 
     def whole(self) -> Any:
-        found = self._written(self._leaves(self._root, "#"), "#")
+        found = self._render(self._leaves(self._root, "#"), "#")
         if found is None:
             raise ValueError("has no value that follows it")
         definitions: dict[str, Any] = {}
         while left := [place for place, name in self._names.items() if name not in definitions]:
             for place in left:
-                written = self._written(self._of_place(place), place)
+                written = self._render(self._of_place(place), place)
                 if written is None:
                     raise ValueError(f"has no value that follows it at {place}")
                 definitions[self._names[place]] = written
@@ -84,13 +86,13 @@ class _Rewriting:
             found = self._own(schema, place)
             for keyword in _COMBINING:
                 if keyword in schema and keyword != "oneOf":
-                    found = met(found, self._combined(keyword, schema, place), self._expand)
+                    found = intersect(found, self._combined(keyword, schema, place), self._expand)
             for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
                 if values is not None:
-                    found = met(found, [{"enum": [*map(_checked_value, values)]}], self._expand)
+                    found = intersect(found, [{"enum": [*map(_checked_value, values)]}], self._expand)
             return self._one_of(found, schema, place) if "oneOf" in schema else found
         except NotFollowedError as error:
-            raise ValueError(f"has {error} at {place}, which grammars do not follow; leave it out") from error
+            raise _refusal(error, place) from error
 
     def _combined(self, keyword: str, schema: Mapping[str, Any], place: str) -> Leaves:
         if keyword == "$ref":
@@ -98,17 +100,14 @@ class _Rewriting:
         parts = self._parts(keyword, schema, place)
         if keyword == "anyOf":
             return [leaf for part in parts for leaf in part]
-        found = ANY
-        for part in parts:
-            found = met(found, part, self._expand)
-        return found
+        return intersect_all(parts, self._expand)
 
     def _parts(self, keyword: str, schema: Mapping[str, Any], place: str) -> list[Leaves]:
         return [self._leaves(part, f"{place}/{keyword}/{n}") for n, part in enumerate(schema[keyword])]
 
     def _one_of(self, beside: Leaves, schema: Mapping[str, Any], place: str) -> Leaves:
         """Return the leaves of a schema with oneOf, of which exactly one holds, since they exclude each other."""
-        parts = [met(beside, part, self._expand) for part in self._parts("oneOf", schema, place)]
+        parts = [intersect(beside, part, self._expand) for part in self._parts("oneOf", schema, place)]
         discriminator = schema.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
         if isinstance(name, str):  # in OpenAPI, values have it
@@ -127,27 +126,26 @@ class _Rewriting:
         for leaf in leaves:
             inner = self._expand(leaf) if "$ref" in leaf else [leaf]
             has = all(name in each.get("required", ()) for each in inner)
-            found += [leaf] if has else met([leaf], [{"type": "object", "required": [name]}], self._expand)
+            found += [leaf] if has else intersect([leaf], [{"type": "object", "required": [name]}], self._expand)
         return found
 
     def _own(self, schema: Mapping[str, Any], place: str) -> Leaves:
         """Return leaves of what a schema says by its type, and by keywords of one type."""
-        kinds, main = _types(schema), _meant(schema)
+        kinds, main = _types(schema), _meant_type(schema)
         leaves = []
         for kind in kinds:
-            keywords = {name: schema[name] for name in OF_TYPE.get(_kind(kind), ()) if name in schema}
-            leaf = self._leaf(kind, keywords, schema, place)
-            leaves += [] if leaf is None else [leaf if main in (None, kind) else {**leaf, UNMEANT: True}]
+            leaf = self._leaf(kind, schema, place)
+            leaves += [] if leaf is None else [leaf if main in (None, kind) else {**leaf, IMPLICIT: True}]
         return leaves if kinds else ANY
 
-    def _leaf(self, kind: str, keywords: dict[str, Any], schema: Mapping[str, Any], place: str) -> Leaf | None:
+    def _leaf(self, kind: str, schema: Mapping[str, Any], place: str) -> Leaf | None:
         """Return the leaf of one type; None if no value follows it."""
-        leaf: Leaf = {"type": kind, **keywords}
+        leaf: Leaf = {"type": kind} | {name: schema[name] for name in OF_TYPE.get(kind, ()) if name in schema}
         if kind in ("number", "integer"):
             return number(leaf)
         if kind == "string":
             _check_string(leaf)
-            return sized(leaf, leaf, {}, ("minLength", "maxLength"))
+            return sized(leaf, leaf)
         if kind == "array":
             return self._array(leaf, schema, place)
         return self._object(leaf, schema, place) if kind == "object" else leaf
@@ -165,7 +163,7 @@ class _Rewriting:
             leaf["prefixItems"] = [self._leaves(each, f"{inside}/{n}") for n, each in enumerate(leaf["prefixItems"])]
         if "items" in leaf:
             leaf["items"] = self._leaves(leaf["items"], f"{place}/items")
-        return sized(leaf, leaf, {}, ("minItems", "maxItems"))
+        return sized(leaf, leaf)
 
     def _object(self, leaf: Leaf, schema: Mapping[str, Any], place: str) -> Leaf | None:
         self._evaluated(leaf, schema, "unevaluatedProperties", "additionalProperties")
@@ -177,12 +175,12 @@ class _Rewriting:
             if keyword in leaf:
                 leaf[keyword] = self._leaves(leaf[keyword], f"{place}/{keyword}")
         if "propertyNames" in leaf:
-            leaf["propertyNames"] = met(leaf["propertyNames"], _STRINGS, self._expand)
+            leaf["propertyNames"] = intersect(leaf["propertyNames"], _STRINGS, self._expand)
             if leaf["propertyNames"] == _STRINGS:
                 del leaf["propertyNames"]
         for pattern in leaf.get("patternProperties", ()):
-            _parsed(pattern)
-        return sized(leaf, leaf, {}, ("minProperties", "maxProperties"))
+            patterns.parse(pattern)
+        return sized(leaf, leaf)
 
     @staticmethod
     def _evaluated(leaf: Leaf, schema: Mapping[str, Any], keyword: str, others: str) -> None:
@@ -235,81 +233,75 @@ class _Rewriting:
 
     # ---- writing
 
-    def _written(self, leaves: Leaves, place: str) -> dict[str, Any] | None:
+    def _render(self, leaves: Leaves, place: str) -> dict[str, Any] | None:
         """Return a schema of leaves; None if no value follows them."""
         try:
-            found = self._written_leaves([leaf for leaf in leaves if UNMEANT not in leaf], place)
-            found = found or self._written_leaves([meant(leaf) for leaf in leaves if UNMEANT in leaf], place)
+            found = self._render_leaves([leaf for leaf in leaves if IMPLICIT not in leaf], place)
+            found = found or self._render_leaves([strip_marker(leaf) for leaf in leaves if IMPLICIT in leaf], place)
         except NotFollowedError as error:
-            raise ValueError(f"has {error} at {place}, which grammars do not follow; leave it out") from error
+            raise _refusal(error, place) from error
         if {} in found:
             return {}
         return {"anyOf": found} if len(found) > 1 else found[0] if found else None
 
-    def _written_leaves(self, leaves: Leaves, place: str) -> list[dict[str, Any]]:
-        return [written for leaf in leaves if (written := self._written_leaf(leaf, place)) is not None]
+    def _render_leaves(self, leaves: Leaves, place: str) -> list[dict[str, Any]]:
+        return [written for leaf in leaves if (written := self._render_leaf(leaf, place)) is not None]
 
-    def _written_leaf(self, leaf: Leaf, place: str) -> dict[str, Any] | None:
+    def _render_leaf(self, leaf: Leaf, place: str) -> dict[str, Any] | None:
         if "$ref" in leaf:
             return {"$ref": f"#/$defs/{self._names.setdefault(leaf['$ref'], str(len(self._names)))}"}
         kind = leaf.get("type")
         if len(leaf) == 1:
             return leaf
         if kind == "string":
-            return self._written_string(leaf)
+            return self._render_string(leaf)
         if kind in ("number", "integer"):
             return _checked_number(leaf)
         if kind == "array":
-            return self._written_array(leaf, place)
-        return self._written_object(leaf, place) if kind == "object" else leaf
+            return self._render_array(leaf, place)
+        return self._render_object(leaf, place) if kind == "object" else leaf
 
-    def _written_string(self, leaf: Leaf) -> dict[str, Any] | None:
+    def _render_string(self, leaf: Leaf) -> dict[str, Any] | None:
         if "format" in leaf:
             if len(leaf) > 2:
                 raise NotFollowedError("format beside pattern, minLength or maxLength")
             return leaf
         if "pattern" not in leaf:
             return leaf
-        node = _bounded(leaf)
+        node = patterns.limit_length(patterns.parse(leaf["pattern"]), leaf.get("minLength", 0), leaf.get("maxLength"))
         if node is None:
             return None
         if self._for_json:
-            return {"type": "string", "pattern": patterns.written(node)}
+            return {"type": "string", "pattern": patterns.render(node)}
         if len(leaf) > 2:
             raise NotFollowedError("pattern beside minLength or maxLength")
         if not patterns.is_raw(node):
             raise NotFollowedError("a pattern of what JSON has to escape")
         return leaf
 
-    def _written_array(self, leaf: Leaf, place: str) -> dict[str, Any] | None:
-        most = leaf.get("maxItems", math.inf)
+    def _render_array(self, leaf: Leaf, place: str) -> dict[str, Any] | None:
+        least, most = leaf.get("minItems", 0), leaf.get("maxItems", math.inf)
         first: list[Any] = []
         for place_ in range(min(len(leaf.get("prefixItems", ())), most)):
-            entry = self._written(item(leaf, place_), f"{place}/prefixItems/{place_}")
+            entry = self._render(item(leaf, place_), f"{place}/prefixItems/{place_}")
             if entry is None:
                 most = place_
                 break
             first.append(entry)
-        rest = self._written(leaf["items"], f"{place}/items") if "items" in leaf else None if first else {}
-        if rest is None and "items" not in leaf and leaf.get("minItems", 0) > len(first):
-            rest = {}
-        if len(first) >= most:
-            rest = None
-        if rest is None:
-            most = min(most, len(first))
-        if leaf.get("minItems", 0) > most:
+        free = ANY if not first or least > len(first) else []  # unless it says that there may be others
+        rest = self._render(leaf.get("items", free), f"{place}/items") if len(first) < most else None
+        if least > (most if rest is not None else len(first)):
             return None
         found: dict[str, Any] = {"type": "array"} | ({"prefixItems": first} if first else {})
-        found |= {"items": False if rest is None else rest}
-        found |= {"minItems": leaf["minItems"]} if "minItems" in leaf else {}
+        found |= {"items": False if rest is None else rest} | ({"minItems": least} if least else {})
         return found | ({"maxItems": most} if rest is not None and most < math.inf else {})
 
-    def _written_object(self, leaf: Leaf, place: str) -> dict[str, Any] | None:
+    def _render_object(self, leaf: Leaf, place: str) -> dict[str, Any] | None:
         required = list(leaf.get("required", ()))
         named: dict[str, Any] = {}
         for name in dict.fromkeys([*leaf.get("properties", ()), *required]):
             allowed = self._may_be_called(name, leaf)
-            each = self._written(value(leaf, name, self._expand), f"{place}/properties/{name}") if allowed else None
+            each = self._render(value(leaf, name, self._expand), f"{place}/properties/{name}") if allowed else None
             if each is None and name in required:
                 return None
             named |= {} if each is None else {name: each}
@@ -334,7 +326,7 @@ class _Rewriting:
         known = [*dict.fromkeys([*leaf.get("properties", ()), *named])]
         by_pattern = leaf.get("patternProperties")
         free = ANY if not known and not by_pattern else []  # unless it says that there may be others
-        others = self._written(leaf.get("additionalProperties", free), f"{place}/additionalProperties")
+        others = self._render(leaf.get("additionalProperties", free), f"{place}/additionalProperties")
         if by_pattern:
             return self._by_pattern(leaf, known, others, place)
         if others is None:
@@ -342,7 +334,7 @@ class _Rewriting:
         if "propertyNames" in leaf:
             if known:
                 raise NotFollowedError("propertyNames beside properties and additionalProperties")
-            called = self._written(leaf["propertyNames"], f"{place}/propertyNames")
+            called = self._render(leaf["propertyNames"], f"{place}/propertyNames")
             if called is not None and "anyOf" in called:
                 raise NotFollowedError("propertyNames of several kinds")
             return {} if called is None else {"propertyNames": called, "additionalProperties": others}
@@ -356,10 +348,10 @@ class _Rewriting:
             raise NotFollowedError("patternProperties beside others, additionalProperties or propertyNames")
         if any(patterns.occurs(pattern, name) for name in known):
             raise NotFollowedError("patternProperties that match a name in properties")
-        each = self._written(leaves, f"{place}/patternProperties/{pattern}")
+        each = self._render(leaves, f"{place}/patternProperties/{pattern}")
         if each is None:
             return {}
-        text = patterns.written(_parsed(pattern)) if self._for_json else pattern
+        text = patterns.render(patterns.parse(pattern)) if self._for_json else pattern
         return {"patternProperties": {text: each}, "additionalProperties": False}
 
 
@@ -372,44 +364,27 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
     return [kind for kind in kinds if kind != "integer" or "number" not in kinds]
 
 
-def _meant(schema: Mapping[str, Any]) -> str | None:
+def _meant_type(schema: Mapping[str, Any]) -> str | None:
     """Return the type that a schema means without saying it; None if there is none."""
     if "type" in schema:
         return None
     return "object" if "properties" in schema else "array" if {"items", "prefixItems"} & schema.keys() else None
 
 
-def _kind(kind: str) -> str:
-    """Return the type by whose name keywords are listed."""
-    return "number" if kind == "integer" else kind
-
-
 def _asserts(schema: Mapping[str, Any]) -> bool:
     """Whether a schema says more about values than where its reference leads."""
-    others = {"type", "enum", "const", *_COMBINING, *(name for forms in OF_TYPE.values() for name in forms)} - {"$ref"}
-    return bool(others & schema.keys())
+    return bool((FOLLOWED.keys() - {"$ref"}) & schema.keys())
 
 
 def _check_string(leaf: Leaf) -> None:
     if leaf.get("format", FORMATS[0]) not in FORMATS:
         raise NotFollowedError(f"format {reprlib.repr(leaf['format'])}")
     if "pattern" in leaf:
-        _parsed(leaf["pattern"])
+        patterns.parse(leaf["pattern"])
 
 
-def _parsed(pattern: str) -> patterns.Node:
-    try:
-        return patterns.parsed(pattern)
-    except ValueError as error:
-        raise NotFollowedError(str(error)) from error
-
-
-def _bounded(leaf: Leaf) -> patterns.Node | None:
-    node = _parsed(leaf["pattern"])
-    try:
-        return patterns.bounded(node, leaf.get("minLength", 0), leaf.get("maxLength"))
-    except ValueError as error:
-        raise NotFollowedError(str(error)) from error
+def _refusal(error: NotFollowedError, place: str) -> ValueError:
+    return ValueError(f"has {error} at {place}, which grammars do not follow; leave it out")
 
 
 def _checked_number(leaf: Leaf) -> Leaf:
