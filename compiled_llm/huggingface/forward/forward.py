@@ -63,38 +63,50 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     runtime = self.compiled
     runtime.home.check()
     runtime.runner_lifecycle.check_weights()
+    cache = arguments.get(runtime.facts.cache_argument)
     if current_call.get() is not None:
         runtime.calls.moves += 1
-    cache = arguments.get(runtime.facts.cache_argument)
-    if isinstance(cache, PagedCache) and cache.prefill is not None and current_call.get() is not None:
-        return _run_prefill(original, self, arguments, cache, cache.prefill)
-    if isinstance(cache, DynamicCache) and isinstance(mask := arguments.get("attention_mask"), Tensor):
-        arguments["attention_mask"] = mask.cpu()  # once: it is read several times
+        if isinstance(cache, PagedCache) and cache.prefill is not None:
+            return _run_prefill(original, self, arguments, cache, cache.prefill)
     with _in_progress(runtime):
         if isinstance(cache, PagedCache):
             return _run_over(cache, original, self, arguments)
-        placement = runtime.placement()  # once: to find it, all modules are walked
-        reason = original_reason() or forward_obstacle(original, self, arguments, placement)
-        reason = reason or fitting(runtime, arguments, placement)
-        if reason is None:
-            try:
-                output = compiled(original, runtime, arguments)
-            except OutOfPagesError:
-                reason = Reason("out_of_pages")  # other threads took them since
-            except VisibilityMismatchError as error:
-                reason = Reason(error.reason)
-            else:
-                count_forward(runtime, "compiled")
-                return output
+        result = _run_compiled(original, self, arguments)
+    if not isinstance(result, Reason):
+        return result
+    _check_original_may_run(runtime, result)
+    count_forward(runtime, "original", result)
+    with runtime.facts.attention.original():
+        return original(self, *args, **kwargs)
+
+
+def _run_compiled(original: Any, self: Any, arguments: dict[str, Any]) -> Any:
+    """Run the compiled forward of a call without a ``PagedCache``; return the Reason if it cannot serve it."""
+    runtime = self.compiled
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and isinstance(arguments.get(runtime.facts.cache_argument), DynamicCache):
+        arguments["attention_mask"] = mask.cpu()  # once: it is read several times
+    placement = runtime.placement()  # once: to find it, all modules are walked
+    reason = original_reason() or forward_obstacle(original, self, arguments, placement)
+    reason = reason or fitting(runtime, arguments, placement)
+    if reason is not None:
+        return reason
+    try:
+        return compiled(original, runtime, arguments)
+    except OutOfPagesError:
+        return Reason("out_of_pages")  # other threads took them since
+    except VisibilityMismatchError as error:
+        return Reason(error.reason)
+
+
+def _check_original_may_run(runtime: CompiledModel, reason: Reason) -> None:
+    """Raise ValueError if HuggingFace's own forward would break what an option or a hook promises."""
     if runtime.config.batch_invariant and current_call.get() is None and not torch.is_grad_enabled():
         raise ValueError(
             f"forward with batch_invariant=True: {reason}; that takes HuggingFace's own forward, whose bits depend on "
             "the batch; change the call, or wrap the model without batch_invariant"
         )
     check_hooks_run("forward", runtime.facts.hooks, reason)
-    count_forward(runtime, "original", reason)
-    with runtime.facts.attention.original():
-        return original(self, *args, **kwargs)
 
 
 def _in_progress(runtime: CompiledModel) -> AbstractContextManager[None]:
@@ -138,14 +150,11 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
         if call is None:  # a call of generate goes on as it began
             check_belongs(runtime, cache)
         try:
-            output = compiled(original, runtime, arguments)
+            return compiled(original, runtime, arguments)
         except OutOfPagesError:
             if not replaceable:
                 raise
             reason = Reason("out_of_pages")  # what the user overrides gives more tokens than generate was given
-        else:
-            count_forward(runtime, "compiled")
-            return output
     if not replaceable:
         raise ValueError(
             f"forward with a PagedCache: {reason}; that takes HuggingFace's own forward; pass a DynamicCache, or none"
@@ -191,7 +200,7 @@ def count_outside(runtime: CompiledModel, reason: Reason) -> None:
 
 @deferred()  # once, for all that a forward does
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
-    """Run a call without a ``forward_obstacle``; ``original`` is the ``forward`` of the model's class.
+    """Run, and count, a call without a ``forward_obstacle``; ``original`` is the ``forward`` of the model's class.
 
     Returns:
         HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a new ``PagedCache`` if the call
@@ -230,6 +239,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     output = kind(loss=loss, logits=logits, **{output_field(kind): returned})
     if emitted is not None:
         emitted.put_into(output)
+    count_forward(runtime, "compiled")
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
 
