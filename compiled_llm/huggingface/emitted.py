@@ -135,7 +135,10 @@ class EmittedColumns(Tap):
         self.left = sum(len(own.columns) for own in places.values())
         self.layers = 0
         self.wants = wanted.outputs
-        self._wanted, self._staging, self._places, self._shape = wanted, staging, places, shape
+        self._wanted = wanted
+        self._staging = staging
+        self._places = places
+        self._shape = shape
         self._collected: dict[int | str, Tensor] = {}
 
     def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
@@ -153,7 +156,9 @@ class EmittedColumns(Tap):
 
     def _where(self, spans: Sequence[TokenSpan], later: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which of the packed tokens belong to the call, and their columns."""
-        packed, columns, at = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+        packed = [np.zeros(0, dtype=np.int64)]
+        columns = [np.zeros(0, dtype=np.int64)]
+        at = 0
         for row, first, size in spans:
             if (own := self._places.get(row)) is not None:
                 packed.append(np.arange(at, at + size))
@@ -172,7 +177,9 @@ class StepStates(Tap):
     """A reader of what each step emits: of the prompts together, and then of one token a row."""
 
     def __init__(self, call: PagedCall, wanted: WantedOutputs) -> None:
-        self._call, self._wanted, self._first = call, wanted, 0
+        self._call = call
+        self._wanted = wanted
+        self._first = 0
         self.wants = wanted.outputs
         self._rows: list[Row] = []
         self._prompts: EmittedColumns | None = None
@@ -181,8 +188,9 @@ class StepStates(Tap):
 
     def begin(self, rows: Sequence[Row], new: Sequence[int]) -> None:
         """Note the rows of the call, and of each how many of its last tokens are computed: others have the rest."""
-        call, first = self._call, self._call.cache.seen
-        self._first, width = first, call.last - first
+        call = self._call
+        self._first = first = call.cache.seen
+        width = call.last - first
         self._rows = list(rows)
         places: dict[Row, RowColumns] = {}
         for number, (row, update, count) in enumerate(zip(rows, call.updates, new, strict=True)):
@@ -207,7 +215,8 @@ class StepStates(Tap):
 
     def outputs(self, steps: int) -> dict[str, Any]:
         """Return the fields of ``generate``'s output for the first steps."""
-        emitted, fields = self.read_steps(steps), dict[str, Any]()
+        emitted = self.read_steps(steps)
+        fields = dict[str, Any]()
         if self.wants:
             fields["hidden_states"] = tuple(step.hidden_states for step in emitted)
         if names := emitted[0].by_name if emitted else ():

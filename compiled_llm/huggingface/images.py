@@ -23,7 +23,9 @@ from compiled_llm.huggingface.call.current_call import copies
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.model.facts import Forward
 
-_PIXELS, _GRID, _OUTPUTS = "pixel_values", "image_grid_thw", "mm_encoder_outputs"
+_PIXELS = "pixel_values"
+_GRID = "image_grid_thw"
+_OUTPUTS = "mm_encoder_outputs"
 _READ = frozenset({_PIXELS, _GRID, _OUTPUTS, "mm_token_type_ids"})
 
 
@@ -47,7 +49,8 @@ def _wanted(runtime: CompiledModel) -> bool:
 def encoded(model: PreTrainedModel, runtime: CompiledModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs of a call, those of pictures replaced by what the encoder makes of them, if steps read it."""
     # From transformers 5.24 on, ``generate`` asks for it before it expands rows to beams.
-    pixels, grid = inputs.get(_PIXELS), inputs.get(_GRID)
+    pixels = inputs.get(_PIXELS)
+    grid = inputs.get(_GRID)
     videos = inputs.get("pixel_values_videos") is not None
     if pixels is None or grid is None or videos or inputs.get(_OUTPUTS) or not _may_encode(model, runtime):
         return dict(inputs)
@@ -67,7 +70,8 @@ def _may_encode(model: PreTrainedModel, runtime: CompiledModel) -> bool:
 
 def features_of(model_runner: ModelRunner, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return what HuggingFace's forward takes in place of pixels ``[P, ...]`` and their grids ``[N, 3]``."""
-    pixels, grid = inputs[_PIXELS], copies().of(inputs[_GRID])
+    pixels = inputs[_PIXELS]
+    grid = copies().of(inputs[_GRID])
     return {"image": model_runner.thread.call(_features, model_runner, pixels, grid)}
 
 

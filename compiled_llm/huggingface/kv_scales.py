@@ -43,7 +43,8 @@ def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor])
         raise ValueError("kv_scales: this copy of compiled_llm has no pages with scales")
     if len(prompts) == 0:
         raise ValueError("kv_scales: prompts is empty; give some texts as token ids")
-    wrapped, largest = isinstance(model, WrappedModel), _Largest()
+    wrapped = isinstance(model, WrappedModel)
+    largest = _Largest()
     kind: Any = type(model).__bases__[-1] if wrapped else type(model)
     own = cast(WrappedModel, model).compiled.facts.attention.original() if wrapped else nullcontext()
     with own, torch.inference_mode(False), torch.no_grad():

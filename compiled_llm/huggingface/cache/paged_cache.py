@@ -62,7 +62,7 @@ class PagedCache(Cache):
     def __init__(self, model_runner: ModelRunner, computed: KeysAndValues | None = None) -> None:
         """Be empty, or hold what was ``computed``, which enters pages once something needs it there."""
         state = model_runner.state
-        facts = model_runner.state.facts
+        facts = state.facts
         of_all = state.dtype, state.device, not facts.states
         super().__init__(layers=[PagedLayer(self, index, *of_all) for index in range(len(facts.layers))])
         self.model_runner = model_runner

@@ -36,7 +36,8 @@ def check_hooks_run(call: str, hooks: TracedHooks, reason: Reason) -> None:
 
 def passed_over(model: PreTrainedModel, version: ModelVersion) -> list[str]:
     """Return what a trainer has left on a model that ``forward_reasons`` lets pass: where it is, and whose."""
-    forward, embeddings = forward_of_object(model), version.hooked_embeddings()
+    forward = forward_of_object(model)
+    embeddings = version.hooked_embeddings()
     hooks = [f"{'.'.join(path)}: hooks that ask for gradients" for path in embeddings]
     return hooks if forward is None else [forward, *hooks]
 

@@ -23,7 +23,8 @@ from compiled_llm.model.traced.shallow_copies import shallow_copy
 
 def check(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError, or ValueError, if a classifier is not transformers' generic one, or contradicts."""
-    name, head = type(model).__name__, getattr(model, "score", None)
+    name = type(model).__name__
+    head = getattr(model, "score", None)
     if not (isinstance(model, GenericForSequenceClassification) and isinstance(head, nn.Linear)):
         raise UnsupportedModelError(
             f"wrap: {name} is not transformers' generic classifier, whose head scores the last token; use it unwrapped"
