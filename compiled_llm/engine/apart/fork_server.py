@@ -64,7 +64,7 @@ class ForkServer(ABC, Generic[TaskT]):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._asker, selectors.EVENT_READ)
 
-    def told(self, message: Any) -> Struct | None:
+    def remember(self, message: Any) -> Struct | None:
         """Remember a message, and return the answer to it; None if it is a task."""
         return None
 
@@ -72,7 +72,7 @@ class ForkServer(ABC, Generic[TaskT]):
     def answer(self, task: TaskT) -> Struct:
         """Do a task, in a fork within its limits; an exception is the answer that it is invalid."""
 
-    def said(self, error: Exception) -> str:
+    def describe(self, error: Exception) -> str:
         """Return an exception of the library as a sentence."""
         return str(error)
 
@@ -94,7 +94,7 @@ class ForkServer(ABC, Generic[TaskT]):
         message = received(end, self._messages, self._max_bytes)
         if message is None:  # the thread that has asked has gone meanwhile
             end.close()
-        elif (answer := self.told(message)) is not None:
+        elif (answer := self.remember(message)) is not None:
             send(end, answer, self._max_bytes)
             end.close()
         else:
@@ -155,7 +155,7 @@ class ForkServer(ABC, Generic[TaskT]):
     def _failure(self, error: Exception, task: LimitedTask) -> Failed:
         if lacks_memory(error):
             return Failed("limit", f"it takes more than {task.memory:,} bytes of memory")
-        return Failed("invalid", self.said(error))
+        return Failed("invalid", self.describe(error))
 
 
 def lacks_memory(error: Exception) -> bool:

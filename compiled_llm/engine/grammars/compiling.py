@@ -17,7 +17,7 @@ from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.engine.grammars.compilers import KEPT, Compilers, max_at_once
 from compiled_llm.engine.grammars.ends import ends_of
 from compiled_llm.engine.grammars.form import GrammarForm
-from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, said
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, message_of
 from compiled_llm.engine.grammars.mask_writer import MaskWriter
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.requests.outputs import FinishReason
@@ -265,7 +265,7 @@ class Grammars:
 
 def _failure(error: BaseException | None) -> RequestError:
     """Return the failure of requests whose grammar was not compiled."""
-    why = said(error) if isinstance(error, (OSError, RuntimeError, ValueError)) else repr(error)
+    why = message_of(error) if isinstance(error, (OSError, RuntimeError, ValueError)) else repr(error)
     kind = InvalidRequestError if isinstance(error, (RuntimeError, ValueError)) else RequestError
     return kind(f"structured_outputs: no grammar could be compiled: {why}")
 

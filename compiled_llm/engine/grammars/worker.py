@@ -9,7 +9,7 @@ from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.apart.fork_server import ForkServer, lacks_memory
-from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, said
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, message_of
 from compiled_llm.engine.grammars.worker_messages import (
     MAX_BYTES,
     MAX_COMPILED,
@@ -35,7 +35,7 @@ class Worker(ForkServer[Compile]):
         super().__init__(FromEngine, MAX_BYTES)
         self._compilers: dict[int, GrammarCompiler] = {}
 
-    def told(self, message: Any) -> Struct | None:
+    def remember(self, message: Any) -> Struct | None:
         if not isinstance(message, WorkerVocabulary):
             return None
         info = TokenizerInfo.deserialize_json(message.info)
@@ -51,8 +51,8 @@ class Worker(ForkServer[Compile]):
             return Vetted()
         return Compiled(text)
 
-    def said(self, error: Exception) -> str:
-        return said(error)
+    def describe(self, error: Exception) -> str:
+        return message_of(error)
 
 
 def _serialized(grammar: CompiledGrammar) -> str | None:

@@ -37,7 +37,7 @@ class Decoder(ForkServer[Decode]):
             turned = coloured(ImageOps.exif_transpose(image))
         return Decoded(turned.width, turned.height, "RGBA" if turned.mode == "RGBA" else "RGB", turned.tobytes())
 
-    def said(self, error: Exception) -> str:
+    def describe(self, error: Exception) -> str:
         if isinstance(error, UnidentifiedImageError):
             return "it is damaged, or none of PNG, JPEG, WebP and GIF"
         return f"it is damaged ({error})"

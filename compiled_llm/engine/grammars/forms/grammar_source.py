@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -37,35 +37,29 @@ class GrammarSource(NamedTuple):
 
     def compiled(self, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
         """Compile it, which may take seconds; RuntimeError or ValueError if it fails."""
-        made: xgrammar.CompiledGrammar = self._made(
-            compiler.compile_json_schema,
-            regex=compiler.compile_regex,
-            structural_tag=compiler.compile_structural_tag,
-            lark=compiler.compile_lark,
-            ebnf=compiler.compile_grammar,
-        )
+        made: xgrammar.CompiledGrammar
+        if self.kind == "structural_tag":  # these, and Lark's rules, may name special tokens of the compiler's
+            made = compiler.compile_structural_tag(_as_format(self.text))
+        elif self.kind == "lark":
+            made = compiler.compile_lark(self.text)
+        else:
+            made = compiler.compile_grammar(self.read())
         return made
 
     def read(self) -> xgrammar.Grammar:
         """Read it, without a vocabulary; RuntimeError or ValueError if it fails."""
         from xgrammar import Grammar
 
-        made: xgrammar.Grammar = self._made(
-            Grammar.from_json_schema,
-            regex=Grammar.from_regex,
-            structural_tag=Grammar.from_structural_tag,
-            lark=Grammar.from_lark,
-            ebnf=Grammar.from_ebnf,
-        )
-        return made
-
-    def _made(self, of_schema: Callable[..., Any], **makers: Callable[[Any], Any]) -> Any:
-        """Return what one of these makes of it: ``of_schema`` of JSON, or that of its kind."""
         if self.kind == "json":
-            blanks = {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
-            has_rules = has_strings(self.text)
-            return makers["ebnf"](_rules(self.text, **blanks)) if has_rules else of_schema(self.text, **blanks)
-        return makers[self.kind](_as_format(self.text) if self.kind == "structural_tag" else self.text)
+            blanks: Any = {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
+            if has_strings(self.text):
+                return Grammar.from_ebnf(_rules(self.text, **blanks))
+            return Grammar.from_json_schema(self.text, **blanks)
+        if self.kind == "structural_tag":
+            return Grammar.from_structural_tag(_as_format(self.text))
+        if self.kind == "regex":
+            return Grammar.from_regex(self.text)
+        return Grammar.from_lark(self.text) if self.kind == "lark" else Grammar.from_ebnf(self.text)
 
 
 @lru_cache(maxsize=256)
@@ -74,7 +68,7 @@ def _check(source: GrammarSource) -> None:
     try:
         source.read()
     except RuntimeError as error:
-        raise ValueError(said(error)) from error
+        raise ValueError(message_of(error)) from error
 
 
 def _rules(schema: str, **blanks: Any) -> str:
@@ -96,7 +90,7 @@ def check_installed() -> None:
         )
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of xgrammar's error."""
     return _PLACE.sub("", str(error)).strip()
 
