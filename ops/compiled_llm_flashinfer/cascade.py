@@ -63,7 +63,8 @@ class MultiLevelCascadeAttentionWrapper:
         """Make a wrapper for a device, with at least one level; with CUDA graphs, buffers are those of each level."""
         if num_levels < 1:
             raise ValueError(f"num_levels must be at least 1; got {num_levels}")
-        self._use_cuda_graph, self._levels = use_cuda_graph, num_levels
+        self._use_cuda_graph = use_cuda_graph
+        self._levels = num_levels
         buffers: list[_Buffers] = [(None, None, None, None)] * num_levels
         if use_cuda_graph:
             columns = self._checked_levels(

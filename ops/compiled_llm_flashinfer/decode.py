@@ -81,7 +81,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
         check_backend(backend)
         refuse(jit_args=jit_args)
         super().__init__(float_workspace_buffer, use_cuda_graph)
-        self._kv_layout, self._use_tensor_cores = kv_layout, use_tensor_cores
+        self._kv_layout = kv_layout
+        self._use_tensor_cores = use_tensor_cores
         self._indptr_buffer = self._buffer("paged_kv_indptr_buffer", paged_kv_indptr_buffer)
         self._indices_buffer = self._buffer("paged_kv_indices_buffer", paged_kv_indices_buffer)
         self._last_page_len_buffer = self._buffer("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer)
@@ -157,10 +158,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
 
     def _planned(self, tables: list[Tensor], heads: int, types: DataTypes, how: Logits) -> None:
         indptr, indices, last_page_len = tables
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
+        self._paged_kv_indptr_buf = indptr
+        self._paged_kv_indices_buf = indices
         self._paged_kv_last_page_len_buf = last_page_len
         self._table = BatchTable(None, indptr, indices, last_page_len)
-        self._heads, self._types, self._how = heads, types, how
+        self._heads = heads
+        self._types = types
+        self._how = how
 
     def run(
         self,

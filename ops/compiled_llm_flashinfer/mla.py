@@ -51,8 +51,11 @@ class BatchMLAPagedAttentionWrapper(Planned):
         buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
         self._buffers = {name: self._buffer(name, buffer) for name, buffer in buffers.items()}
         self._table: _Table | None = None
-        self._causal, self._scale, self._page_size = False, CUTLASS_SCALE, 0
-        self._sizes, self._tokens = (0, 0, 0), 0
+        self._causal = False
+        self._scale = CUTLASS_SCALE
+        self._page_size = 0
+        self._sizes = (0, 0, 0)
+        self._tokens = 0
         self._types: DataTypes | None = None
 
     def plan(
@@ -91,8 +94,11 @@ class BatchMLAPagedAttentionWrapper(Planned):
             if buffer is not None and len(buffer) != len(tables[name]):
                 raise ValueError(f"with CUDA graphs {name} must be [{len(buffer)}], as its buffer; got {rows} rows")
         placed = {name: (as_index(table), self._buffers[name]) for name, table in tables.items()}
-        self._table, self._tokens = _Table(*self._place(True, **placed)), int(qo_indptr[-1])
-        self._causal, self._scale, self._page_size = causal, sm_scale, page_size
+        self._table = _Table(*self._place(True, **placed))
+        self._tokens = int(qo_indptr[-1])
+        self._causal = causal
+        self._scale = sm_scale
+        self._page_size = page_size
         self._sizes = (num_heads, head_dim_ckv, head_dim_kpe)
         query, states = as_dtype(q_data_type), as_dtype(kv_data_type)
         self._types = DataTypes(query, states, query)

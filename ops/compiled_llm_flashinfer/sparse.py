@@ -91,7 +91,8 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         if plain and self._has_own_kernel(head_dim, types.query, types.states):
             masks = {} if mask is None else {"mask": (mask.bool().contiguous(), entries)}
             begins, numbers, work, *own = self._write(**matrix, work_items=self._items(items), **masks)
-            self._arguments, self._table = (begins, numbers, work, *(own or (None,))), None
+            self._arguments = (begins, numbers, work, *(own or (None,)))
+            self._table = None
         else:
             starts = torch.arange(len(indptr), dtype=torch.int32, device="cpu") * R
             starts[-1] = M
@@ -99,10 +100,14 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             room = None if entries is None else entries * -(-R * C // 8) + len(indptr)
             masks = {} if bits is None else {"mask_bits": (bits[0], room), "mask_indptr": (bits[1], len(indptr))}
             begins, numbers, queries, *own = self._write(**matrix, qo_indptr=(starts, len(indptr)), **masks)
-            self._arguments, self._table = None, BatchTable(queries, begins, numbers, None, *own)
-        self._how, self._mode, self._blocks = how, pos_encoding_mode, (R, C)
+            self._arguments = None
+            self._table = BatchTable(queries, begins, numbers, None, *own)
+        self._how = how
+        self._mode = pos_encoding_mode
+        self._blocks = (R, C)
         self._result = as_dtype(o_data_type)
-        self._shape, self._keys = (M, num_qo_heads, head_dim), (N, num_kv_heads, head_dim)
+        self._shape = (M, num_qo_heads, head_dim)
+        self._keys = (N, num_kv_heads, head_dim)
 
     begin_forward = plan
 
@@ -227,14 +232,18 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         if own:
             tables = {"work_items": self._items(made.work_items), "pieces": (torch.from_numpy(made.pieces), entries)}
             placed = self._write(**tables)
-            self._arguments, self._table = (*(states.to(self.device) for states in blocks), *placed), None
+            self._arguments = (*(states.to(self.device) for states in blocks), *placed)
+            self._table = None
         else:
             starts, begins, keys = tokens_of(*(torch.from_numpy(states) for states in host))
             placed = self._write(
                 qo_indptr=(starts, len(starts)), kv_indptr=(begins, len(begins)), kv_indices=(keys, entries)
             )
-            self._arguments, self._table = None, BatchTable(*placed)
-        self._how, self._mode, self._kv_heads = how, pos_encoding_mode, num_kv_heads
+            self._arguments = None
+            self._table = BatchTable(*placed)
+        self._how = how
+        self._mode = pos_encoding_mode
+        self._kv_heads = num_kv_heads
         self._shape = (int(host[1][0].sum()), num_qo_heads, head_dim)
 
     begin_forward = plan
@@ -258,12 +267,13 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         ``enable_pdl`` is not read.
         """
         self._check_run("q, its first two axes exchanged,", q.transpose(0, 1))
-        out, lse = results_like(out, lse, return_lse, tuple(q.shape), q.dtype, q)
-        results = self._own(q, k, v, lse is not None) if self._table is None else self._strided(q, k, v, self._table)
-        out.copy_(results[0])
-        if lse is not None:
-            lse.copy_(results[1])
-        return (out, lse) if return_lse and lse is not None else out
+        result, result_lse = results_like(out, lse, return_lse, tuple(q.shape), q.dtype, q)
+        wants_lse = result_lse is not None
+        found = self._own(q, k, v, wants_lse) if self._table is None else self._strided(q, k, v, self._table)
+        result.copy_(found[0])
+        if result_lse is not None:
+            result_lse.copy_(found[1])
+        return (result, result_lse) if return_lse and result_lse is not None else result
 
     def _own(self, q: Tensor, k: Tensor, v: Tensor, wants_lse: bool) -> tuple[Tensor, ...]:
         assert self._arguments is not None, "it is planned"

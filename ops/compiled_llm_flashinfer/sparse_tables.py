@@ -52,7 +52,9 @@ class SparseWrapper(Planned):
                 f"max_items={max_items} and max_entries={max_entries}: give both, for tables of fixed sizes, or none"
             )
         super().__init__(float_workspace_buffer, use_cuda_graph=False)
-        self._max_items, self._max_parts, self._max_entries = max_items, max_parts, max_entries
+        self._max_items = max_items
+        self._max_parts = max_parts
+        self._max_entries = max_entries
         self._arguments: tuple[Any, ...] | None = None
         self._table: BatchTable | None = None
         self._shape = (0, 0, 0)

@@ -179,7 +179,10 @@ class PlannedPrefill(PlannedRun):
         qo_indptr_buf, indptr, *rest = placed
         indices, last_page_len = rest[:-2] or (None, None)
         self._table = BatchTable(qo_indptr_buf, indptr, indices, last_page_len, *rest[-2:])
-        self._heads, self._tokens, self._types, self._how = heads, int(qo_indptr[-1]), types, how
+        self._heads = heads
+        self._tokens = int(qo_indptr[-1])
+        self._types = types
+        self._how = how
 
     def _checked(self, q: Tensor, window_left: int | None) -> BatchTable:
         """Return where rows lie as ``_planned_table`` does; ValueError for other queries."""

@@ -143,11 +143,15 @@ class RowPlaces:
         starts, lengths = starts[:, None], lengths[:, None]
         pages, slots = np.divmod(lengths + np.arange(-new, 0), page_size)
         written = indices[starts + pages].astype(np.int64)  # PyTorch indexes by 64 bits in less time
-        self.pages, self.slots = torch.from_numpy(written.ravel()), torch.from_numpy(slots.ravel())
+        self.pages = torch.from_numpy(written.ravel())
+        self.slots = torch.from_numpy(slots.ravel())
         self.lengths: list[int] = args.lengths.tolist()
         self.longest = max(self.lengths)
         self._visible: dict[int, Tensor | None] = {}
-        self._page_size, self._starts, self._indices, self._last = page_size, starts, indices, pages[:, -1:]
+        self._page_size = page_size
+        self._starts = starts
+        self._indices = indices
+        self._last = pages[:, -1:]
 
     @cached_property
     def numbers(self) -> Tensor:

@@ -53,7 +53,8 @@ def with_lse(attention: Callable[_Parameters, Tensor]) -> Callable[_Parameters, 
 
     name = both.__name__ = attention.__name__ + "_lse"
     rest = (inspect.getdoc(attention) or "").partition("Raises:")[2]
-    both.__qualname__, both.__module__ = name, attention.__module__
+    both.__qualname__ = name
+    both.__module__ = attention.__module__
     both.__doc__ = _DOCUMENTED.format(name=attention.__name__) + rest
     _with_lse[attention] = define_op(arguments, writes=writes, library=library)(both)
     namespace = getattr(torch.ops, library.ns)

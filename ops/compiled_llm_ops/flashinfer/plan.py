@@ -60,7 +60,8 @@ class FlashInferPlan:
         """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("plan_paged_attention: a CUDA graph is being captured; plan before the capture")
-        self._geometry, self._rows = batch.geometry, len(batch.last_page_len)
+        self._geometry = batch.geometry
+        self._rows = len(batch.last_page_len)
         batch = batch._replace(schedule=schedule_of(batch, self._workspace.device, self._workspace.processors))
         if self._workspace.is_loading(self._geometry, kernels_of(batch.schedule)):
             columns = {name: getattr(batch, name).copy() for name in ("qo_indptr", "indptr", "last_page_len")}
@@ -76,7 +77,9 @@ class FlashInferPlan:
         known = self._numbers.tolist() if fixed == self._fixed else None
         numbers = decide(batch, self.tensor, self._columns, known, self._workspace)
         self._check_captured(numbers)
-        self._fixed, self._schedule, self._tokens = fixed, batch.schedule, tokens_of(batch)
+        self._fixed = fixed
+        self._schedule = batch.schedule
+        self._tokens = tokens_of(batch)
         self._numbers[:] = numbers
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:

@@ -61,7 +61,8 @@ class CapturedCounters:
 
     def taken(self) -> list[CounterSpan]:
         """Return the counters taken since ``make_room``, to be given back."""
-        taken, self._taken = self._taken, []
+        taken = self._taken
+        self._taken = []
         return taken
 
     def give_back(self, taken: Iterable[CounterSpan]) -> None:

@@ -38,7 +38,11 @@ class Variant:
         tensors: tuple[VariantTensor, ...],
         softmax: bool,
     ) -> None:
-        self.name, self.logits, self.visible, self.tensors, self.softmax = name, logits, visible, tensors, softmax
+        self.name = name
+        self.logits = logits
+        self.visible = visible
+        self.tensors = tensors
+        self.softmax = softmax
 
     def __repr__(self) -> str:
         return f"<Variant {self.key}>"

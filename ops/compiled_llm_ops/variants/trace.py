@@ -161,7 +161,8 @@ class _Tracing:
 
     def __init__(self, inputs: Sequence[str], tensors: Mapping[str, VariantTensor]) -> None:
         self._operations = OperationList()
-        self._inputs, self._tensors = inputs, tensors
+        self._inputs = inputs
+        self._tensors = tensors
         self._numbers: dict[fx.Node, int] = {}
 
     def result(self, value: Any, returns: Type) -> Expression:

@@ -54,9 +54,8 @@ _CHUNK = tl.constexpr(4096)
 _PROPOSALS = tl.constexpr(PROPOSALS)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _WIDE_WARPS = 4
-_WIDE_REGISTERS = (
-    48  # what rows without logit adjustments need; without a bound, others would leave room for fewer blocks of them
-)
+# What rows without logit adjustments need; without a bound, others would leave room for fewer blocks of them.
+_WIDE_REGISTERS = 48
 _PART_REGISTERS = 80  # leaves room for three blocks
 _ROW_WARPS = 16
 
