@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -58,7 +59,7 @@ def _function_of(member: object) -> object:
 def _hidden_in(kind: type) -> Iterator[object]:
     """Yield the members that may run unseen where a class, or an entry of an enumeration, is used as a constant."""
     of_constants = issubclass(kind, (type, enum.Enum))
-    for base in kind.__mro__ if of_constants else (kind,):
+    for base in inspect.getmro(kind) if of_constants else (kind,):
         for name, member in vars(base).items():
             if name not in _RUN_BEFORE and (of_constants or name in _RUN_BY_ISINSTANCE):
                 yield member
