@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.step_key import Pooling
 from compiled_llm.kinds.rows import AttentionPlans, JointAttention
 from compiled_llm_ops.protocol import DecodeOps
+
+Pooling = Literal["", "state", "scores"]
+"""In place of logits and tokens: nothing, each prompt's last hidden state, or the scores of a classifier's head."""
 
 
 class ExtraTensors(Protocol):

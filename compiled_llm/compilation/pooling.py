@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.step_key import Pooling
-from compiled_llm.compilation.inputs import PrefillInputs
+from compiled_llm.compilation.inputs import Pooling, PrefillInputs
 from compiled_llm.compilation.options import prefill_options
 from compiled_llm.compilation.program import PREFILL, PREFILL_ALONE, Program, ProgramInputs, with_outputs
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTables

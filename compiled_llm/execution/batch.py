@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
-from compiled_llm.compilation.graphs.step_key import Pooling
+from compiled_llm.compilation.inputs import Pooling
 from compiled_llm.compilation.program import Program
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.state.staging import Staging

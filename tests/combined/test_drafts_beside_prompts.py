@@ -12,7 +12,7 @@ import pytest
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.prefill.launches import PrefillLaunches
-from compiled_llm.execution.prefill.packing import Chunk
+from compiled_llm.execution.prefill.packing import PrefillChunk
 from compiled_llm.requests.outputs import RequestOutput
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, wrapped
 from support.execution.drafters import let_sizes_turn
@@ -65,7 +65,7 @@ def test_prompts_with_hidden_states_run_beside_drafts(seed: int, monkeypatch: py
     wanted: list[tuple[str, ...]] = []
     make_ready = PrefillLaunches.make_ready
 
-    def noting(self: PrefillLaunches, like: Chunk, **options: Any) -> None:
+    def noting(self: PrefillLaunches, like: PrefillChunk, **options: Any) -> None:
         wanted.append(like.wants)
         make_ready(self, like, **options)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from compiled_llm.compilation.inputs import Pooling
+
 Phase = Literal["decode", "prefill", "scoring", "sampling"]
 """A decode step; a prefill; one that gives all tokens' logits and samples none; or a sampling made later."""
 STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")  # those that run the model
-
-Pooling = Literal["", "state", "scores"]
-"""In place of logits and tokens: nothing, each prompt's last hidden state, or the scores of a classifier's head."""
 
 
 class StepKey(NamedTuple):

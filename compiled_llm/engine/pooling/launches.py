@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.step_key import Pooling
+from compiled_llm.compilation.inputs import Pooling
 from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError

@@ -17,7 +17,7 @@ from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL
 from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.prefill.packer import PaddedChunk, PrefillPacker, unpack
-from compiled_llm.execution.prefill.packing import NO_ROWS, Chunk, null_extension
+from compiled_llm.execution.prefill.packing import NO_ROWS, PrefillChunk, null_extension
 from compiled_llm.execution.prefill.shapes import PrefillShapes
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length
@@ -67,7 +67,7 @@ class PrefillLaunches:
         return tuple(empty for program, empty in self._empty.items() if program in prepared)
 
     def make_ready(
-        self, like: Chunk = NO_ROWS, waiting: int = 0, number: TaskNumber | None = None, anchors: bool = True
+        self, like: PrefillChunk = NO_ROWS, waiting: int = 0, number: TaskNumber | None = None, anchors: bool = True
     ) -> None:
         """Compile the program of a chunk, if it is not compiled yet, for a call of ``waiting`` rows that waits for it.
 
@@ -89,7 +89,7 @@ class PrefillLaunches:
         if anchors and (extra is None or extra.captured):
             self.capture_anchors("" if extra is None else program)
 
-    def _compile(self, like: Chunk) -> None:
+    def _compile(self, like: PrefillChunk) -> None:
         """Launch each program of a chunk once over rows of padding."""
         state, page_size = self._state, self._state.config.page_size
         length = compiled_length(state.facts.layers, state.device, state.max_positions, page_size)
@@ -101,7 +101,7 @@ class PrefillLaunches:
 
     # ---- run
 
-    def run(self, chunk: Chunk, exact: bool) -> StepOutputs:
+    def run(self, chunk: PrefillChunk, exact: bool) -> StepOutputs:
         """Run a chunk; if ``exact``, in the shape that follows from its rows alone, captured or not."""
         if (shape := self._shapes.padded(chunk)) is None:
             logits, tokens, emitted = self._run_as_it_is(chunk)
@@ -114,11 +114,11 @@ class PrefillLaunches:
             return StepOutputs(logits, tokens, emitted)
         return StepOutputs(logits.clone(), tokens.clone(), emitted)  # overwritten by the next
 
-    def _run_as_it_is(self, chunk: Chunk) -> StepOutputs:
+    def _run_as_it_is(self, chunk: PrefillChunk) -> StepOutputs:
         chunk = self._packer.least_sizes(chunk)
         return self._launch(self._packer.inputs(chunk, self._shapes.schedule_for(chunk)))
 
-    def _run_padded(self, launch: Launch, chunk: Chunk) -> StepOutputs:
+    def _run_padded(self, launch: Launch, chunk: PrefillChunk) -> StepOutputs:
         """Run a chunk padded to the launch's shape: replay it, or launch it and have it captured."""
         slots, entry = self._state.slots, launch.entry
         padded = self._pad(launch.key, chunk)
@@ -145,7 +145,7 @@ class PrefillLaunches:
         entry = self._table.entry(shape)
         return entry.misses + 1 >= _SEEN * (entry.captures + 1) and entry.state != "failed"
 
-    def _pad(self, shape: StepKey, chunk: Chunk = NO_ROWS) -> PaddedChunk:
+    def _pad(self, shape: StepKey, chunk: PrefillChunk = NO_ROWS) -> PaddedChunk:
         return self._packer.padded(chunk, shape, self._empty[shape.program] if shape.program else None)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:

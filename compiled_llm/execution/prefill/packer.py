@@ -17,8 +17,8 @@ from compiled_llm.execution.batch import ExtraInputs
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.extra_memory import ExtraMemory
 from compiled_llm.execution.prefill.packing import (
-    Chunk,
     Packed,
+    PrefillChunk,
     as_bytes,
     null_extension,
     pack,
@@ -59,14 +59,14 @@ class PrefillPacker:
 
     # ---- launches of any size
 
-    def least_sizes(self, chunk: Chunk) -> Chunk:
+    def least_sizes(self, chunk: PrefillChunk) -> PrefillChunk:
         """Return a chunk with at least two rows, tokens, logits and slots: no symbolic size is less."""
         rows = chunk.rows
         if len(rows) == 1:
             rows = [*rows, null_extension(max(0, 2 - token_count(rows)), self._page_size)]
         return self._filled_up(chunk._replace(rows=rows), max(2, len(chunk.keep)), max(2, len(chunk.slots)))
 
-    def inputs(self, chunk: Chunk, schedule: int) -> PrefillInputs:
+    def inputs(self, chunk: PrefillChunk, schedule: int) -> PrefillInputs:
         """Copy a launch, of ``least_sizes``, into new tensors on the device, and plan it."""
         packed, table = self._pack(chunk)
         staging = self._state.staging
@@ -83,7 +83,7 @@ class PrefillPacker:
 
     # ---- launches of captured shapes
 
-    def padded(self, chunk: Chunk, shape: StepKey, empty: ExtraInputs | None) -> PaddedChunk:
+    def padded(self, chunk: PrefillChunk, shape: StepKey, empty: ExtraInputs | None) -> PaddedChunk:
         """Pad a chunk to a shape, whose program reads ids, or extra inputs like those of no tokens, ``empty``."""
         rows = padded(chunk.rows, shape, self._page_size)
         packed, table = self._pack(self._filled_up(chunk._replace(rows=rows), *shape.outputs))
@@ -110,7 +110,7 @@ class PrefillPacker:
 
     # ---- both
 
-    def _filled_up(self, chunk: Chunk, logits: int, sampled: int) -> Chunk:
+    def _filled_up(self, chunk: PrefillChunk, logits: int, sampled: int) -> PrefillChunk:
         """Return a chunk with so many logits and slots; those that are added are of padding."""
         _, keep, slots, *_ = chunk
         if missing := logits - len(keep):
@@ -119,7 +119,7 @@ class PrefillPacker:
             slots = np.concatenate([slots, self._state.slots.of([], missing)])
         return chunk._replace(keep=keep, slots=slots)
 
-    def _pack(self, chunk: Chunk) -> tuple[Packed, HostTable]:
+    def _pack(self, chunk: PrefillChunk) -> tuple[Packed, HostTable]:
         return pack(chunk, self._page_size, self._padding, self._stateful)
 
     @property
@@ -133,7 +133,7 @@ class PrefillPacker:
         indices: Tensor,
         schedule: int,
         plans: AttentionPlans,
-        wanted: Chunk | StepKey,
+        wanted: PrefillChunk | StepKey,
         extra: ExtraTensors | None,
     ) -> PrefillInputs:
         """Return device tensors, in the order of ``Packed``, as inputs of the program."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.graphs.step_key import Pooling, StepKey
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.inputs import Pooling
 from compiled_llm.compilation.program import PREFILL, with_outputs
 from compiled_llm.execution.batch import Extension, ExtraInputs
 from compiled_llm.kinds.rows import NO_ENTRY
@@ -23,7 +24,7 @@ Holds = Callable[[int, int, int], bool]
 """Whether a launch may have so many tokens, pages and rows."""
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """The rows of one launch, and what is wanted of them."""
 
     rows: Sequence[Extension]
@@ -33,7 +34,7 @@ class Chunk(NamedTuple):
     pooling: Pooling = ""  # in place of logits
     extra: ExtraInputs | None = None  # of one of the rows, if any has some
 
-    def part(self, rows: Sequence[Extension], start: int, end: int) -> Chunk:
+    def part(self, rows: Sequence[Extension], start: int, end: int) -> PrefillChunk:
         """Return the part of packed tokens ``start`` to ``end``, which are those of ``rows``."""
         first, last = self.keep.searchsorted((start, end))
         return self._replace(rows=rows, keep=self.keep[first:last] - start, slots=self.slots[first:last])
@@ -55,7 +56,7 @@ class Chunk(NamedTuple):
         return [extension.row.exact_length for extension in self.rows]
 
 
-NO_ROWS = Chunk([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NO_ROWS = PrefillChunk([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 class Packed(NamedTuple):
@@ -96,7 +97,7 @@ def null_extension(length: int, page_size: int) -> Extension:
 
 
 def pack(
-    chunk: Chunk, page_size: int, padding: int | None = None, keeps_states: bool = False
+    chunk: PrefillChunk, page_size: int, padding: int | None = None, keeps_states: bool = False
 ) -> tuple[Packed, HostTable]:
     """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned."""
     # A token is sampled after the first C of the tokens whose logits are wanted; ``padding`` is its place, if there are

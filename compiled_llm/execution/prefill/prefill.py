@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.step_key import Pooling
+from compiled_llm.compilation.inputs import Pooling
 from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of, rows_of
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.launches import PrefillLaunches
 from compiled_llm.execution.prefill.packer import PrefillPacker
-from compiled_llm.execution.prefill.packing import NO_ROWS, Chunk, chunks, token_count
+from compiled_llm.execution.prefill.packing import NO_ROWS, PrefillChunk, chunks, token_count
 from compiled_llm.execution.prefill.shapes import PrefillShapes
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.graph_manager import GraphManager
@@ -117,7 +117,7 @@ class Prefill:
             extensions = [_with_states(extension) for extension in extensions]
         return extensions
 
-    def _cut(self, chunk: Chunk) -> Iterator[list[Extension]]:
+    def _cut(self, chunk: PrefillChunk) -> Iterator[list[Extension]]:
         """Cut rows into those of each launch."""
         state = self._state
         most = state.config.prefill_tokens

@@ -14,7 +14,7 @@ import torch
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.prefill.packing import Chunk
+from compiled_llm.execution.prefill.packing import PrefillChunk
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.model.inputs import vocabulary_of
@@ -89,7 +89,7 @@ class PrefillShapes:
 
     # ---- the shape of a launch
 
-    def padded(self, chunk: Chunk) -> StepKey | None:
+    def padded(self, chunk: PrefillChunk) -> StepKey | None:
         """Return the captured shape of a launch, or the one in which it can be captured; None if it cannot."""
         # Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
         # tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none that gives hidden states
@@ -107,7 +107,7 @@ class PrefillShapes:
         scored = 2 * len(chunk.keep) >= sum(chunk.queries) and shape.tokens <= self._most_scored
         return shape._replace(phase="scoring") if scored else None
 
-    def _smallest(self, chunk: Chunk) -> StepKey | None:
+    def _smallest(self, chunk: PrefillChunk) -> StepKey | None:
         shape = self._captured.smallest(sum(chunk.queries), len(chunk.rows))
         if shape is None or (chunk.wants and shape.tokens > self._most_with_states):
             return None
@@ -126,7 +126,7 @@ class PrefillShapes:
         shapes = (shape._replace(schedule=schedule) for schedule in schedules)
         return next(filter(self.fits, shapes), None)  # larger ones fit even less
 
-    def schedule_for(self, chunk: Chunk) -> int:
+    def schedule_for(self, chunk: PrefillChunk) -> int:
         """Return the schedule of a launch that is not padded; programs that read extra inputs have one."""
         return self.simplest if chunk.extra is not None else self._planner.schedule_for(chunk.queries, chunk.lengths)
 
