@@ -29,7 +29,7 @@ class PooledLaunches(RunsApart):
     together = True
 
     def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
+        self._pooling: Pooling = pooling
 
     def run(
         self,
