@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import compiled_llm
+from compiled_llm.execution.batch import Batch, StepOutput
+from compiled_llm.execution.pipeline import Pipeline
+from compiled_llm.kvcache.row import Row
+from support.engine.tiny_engines import tiny, wrapped
 
+TOKENS = 400
 PACKAGE = Path(compiled_llm.__file__).parent
 PART_OF_A_STEP = {"Ticket", "StepOutput"}
 """What one step is made of, in turn: it holds what the device has accepted, and is held by the pipeline."""
@@ -72,3 +78,20 @@ def test_what_the_device_has_accepted_is_held_by_its_step_alone() -> None:
 )
 def test_another_that_holds_some_is_found(source: str) -> None:
     assert holders("Ticket", iter([source])) == {"Loop"}
+
+
+def test_tokens_of_a_launch_are_read_before_the_next_one_of_its_step_overwrites_them() -> None:
+    """CUDA graphs share memory for what they compute."""
+    model = wrapped(TOKENS, tiny(), mode="eager")
+    runner = model.compiled.model_runner()
+    pipeline = Pipeline[None](runner)
+    rows = [Row(runner.pool, 0) for _ in range(3)]
+    tokens = torch.tensor([1, 2])
+
+    def launches() -> Iterator[StepOutput]:
+        yield StepOutput(rows[:2], None, tokens)
+        tokens.fill_(9)
+        yield StepOutput(rows[2:], None, torch.tensor([3]))
+
+    runner.thread.call(pipeline.launch, Batch(), None, launches())
+    assert pipeline.read(lambda _, found: (found.rows, found.tokens)) == (rows, [1, 2, 3])

@@ -53,7 +53,7 @@ class Ticket(Generic[N]):
     note: N
     rows: Sequence[Row]
     late: Sequence[Row]
-    readbacks: list[Readback]  # of all rows, in their order, those of ``accepted`` first; none if all are late
+    readbacks: list[Readback]  # of all rows, in their order, after those of ``accepted``
     accepted: AcceptedTokens | None = None
     drafting: Drafting | None = None  # who reads ``accepted``
     late_tokens: Tensor | None = None  # on the device
@@ -115,8 +115,11 @@ class Pipeline(Generic[N]):
         Raises:
             OutOfPagesError: as ``ModelRunner.run``; nothing has changed.
         """
-        first = [self._model_runner.run(batch, self.persistent)] if batch.decode or batch.extend else []
-        return self._add([*first, *apart], batch.drafting, note)
+        return self._add(itertools.chain(self._run(batch), apart), batch.drafting, note)
+
+    def _run(self, batch: Batch) -> Iterator[StepOutput]:
+        if batch.decode or batch.extend:
+            yield self._model_runner.run(batch, self.persistent)
 
     def sample_from(self, rows: Sequence[Row], logits: Tensor, taps: Sequence[Tap], note: N) -> Ticket[N]:
         """Sample the next tokens of rows from logits ``[B, V]`` computed elsewhere, as a step, in the executor."""
@@ -126,19 +129,19 @@ class Pipeline(Generic[N]):
         """Have the tokens ``[B]`` of a step that were sampled elsewhere on their way to the host, in the executor."""
         return self._add([StepOutput(rows, None, tokens)], None, note)
 
-    def _add(self, outputs: Sequence[StepOutput], drafting: Drafting | None, note: N) -> Ticket[N]:
-        rows = outputs[0].rows if len(outputs) == 1 else [row for output in outputs for row in output.rows]
-        deferred = self.persistent.deferred
-        ticket = Ticket(note, rows, deferred.rows if deferred.unsampled else (), [])
-        if len(ticket.late) < len(rows):
-            for output in outputs:
-                tokens = output.tokens
-                if output.accepted is not None:
-                    ticket.accepted = output.accepted
-                    ticket.drafting = drafting
-                    tokens = tokens[len(output.accepted.rows) * output.accepted.new_tokens :]
-                if len(tokens):
-                    ticket.readbacks.append(self._readbacks.start(tokens))
+    def _add(self, outputs: Iterable[StepOutput], drafting: Drafting | None, note: N) -> Ticket[N]:
+        ticket = Ticket(note, [], (), [])
+        for output in outputs:  # one after the other: the next launch may overwrite the tokens of the one before
+            ticket.rows = [*ticket.rows, *output.rows] if ticket.rows else output.rows
+            tokens = output.tokens
+            if output.accepted is not None:
+                ticket.accepted = output.accepted
+                ticket.drafting = drafting
+                tokens = tokens[len(output.accepted.rows) * output.accepted.new_tokens :]
+            if len(tokens):
+                ticket.readbacks.append(self._readbacks.start(tokens))
+        if self.persistent.deferred.unsampled:
+            ticket.late = self.persistent.deferred.rows
         self.unread.append(ticket)
         return ticket
 
