@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from compiled_llm.requests.answer import Answer
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Logprob
-from compiled_llm.requests.pending_answer import PendingAnswer
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.requests.text.answer_text import AnswerText
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class _AnswerStream(ABC, Generic[T]):
     """Parts of an answer as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
-    def __init__(self, answer: PendingAnswer, listeners: Listeners) -> None:
+    def __init__(self, answer: Answer, listeners: Listeners) -> None:
         self._answer = answer
         self._listeners = listeners
 
@@ -87,7 +87,7 @@ class IdStream(_TokensOfAnswer[int]):
     """The ids of an answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
     def _parts(self, given: int) -> tuple[Sequence[int], int]:
-        ids = self._answer.tokens_behind(given)
+        ids = self._answer.tokens_after(given)
         return ids, given + len(ids)
 
 
@@ -95,8 +95,8 @@ class TokenStream(_TokensOfAnswer[Token]):
     """An answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
     def _parts(self, given: int) -> tuple[Sequence[Token], int]:
-        tokens = self._answer.tokens_behind(given)
-        entries = self._answer.logprobs_behind(given) if tokens else None
+        tokens = self._answer.tokens_after(given)
+        entries = self._answer.rows("logprobs", given, tokens) if tokens else None
         if entries is None:
             found = [Token(token, None) for token in tokens]
         else:
@@ -111,7 +111,7 @@ class TextStream(_AnswerStream[str]):
     the output.
     """
 
-    def __init__(self, answer: PendingAnswer, text: AnswerText, listeners: Listeners) -> None:
+    def __init__(self, answer: Answer, text: AnswerText, listeners: Listeners) -> None:
         super().__init__(answer, listeners)
         self._text = text
 

@@ -115,7 +115,7 @@ FEATURES = {
         "emitted|hidden_states",
         (
             *("compiled_llm/execution/taps/emitted_steps.py", "compiled_llm/engine/emitted.py"),
-            "compiled_llm/huggingface/emitted.py",
+            *("compiled_llm/huggingface/emitted.py", "compiled_llm/client/emitted.py"),
         ),
         (
             "engine/outputs/test_engine_emitted.py",
@@ -127,7 +127,8 @@ FEATURES = {
     ),
     "log-probabilities": Feature(
         "logprob",
-        ("compiled_llm/engine/logprobs",),  # the op stays, which others may call
+        # The op stays, which others may call.
+        ("compiled_llm/engine/logprobs", "compiled_llm/client/logprobs.py", "compiled_llm/server/logprobs"),
         (
             "engine/outputs/test_forgetting_state.py",
             "engine/outputs/test_logprobs.py",
@@ -163,7 +164,7 @@ FEATURES = {
         "pooling|embed(?!d)|classif",
         (
             *("compiled_llm/compilation/pooling.py", "compiled_llm/engine/pooling", "compiled_llm/requests/pooling"),
-            *("compiled_llm/huggingface/pooling", "compiled_llm/server/pooling"),
+            *("compiled_llm/huggingface/pooling", "compiled_llm/server/pooling", "compiled_llm/client/pooling.py"),
         ),
         ("pooling",),
         line='compiled_llm/features.py: "pooling": ',

@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
+from compiled_llm.client.columns import column_of
 from compiled_llm.client.errors import EngineDeadError, EngineProcessError, refusal
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.messages import (
-    EmittedPiece,
     FromEngine,
     Leaving,
-    PooledVector,
+    Piece,
     Preparing,
     Problem,
-    PromptScores,
     PromptTokens,
     Ready,
     Refused,
@@ -28,8 +26,11 @@ from compiled_llm.protocol.messages import (
     StepUpdates,
     TextReply,
     TokensReply,
+    Update,
 )
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import Listeners, tell
+from compiled_llm.requests.outputs import Figures
 
 _PAUSE = 0.05  # seconds between two tries to connect
 
@@ -49,7 +50,7 @@ class ClientSession:
         self._said: str | None = None  # why the engine process ends
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
-        self._handles: dict[int, RemoteHandle] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._questions: dict[int, Reply | Exception | None] = {}  # and their answers
 
     @property
@@ -125,7 +126,7 @@ class ClientSession:
             raise EngineProcessError(f"the engine process is not ready ({self.doing}); wait_until_ready() waits for it")
         return self.ready
 
-    def expect(self, number: int, handle: RemoteHandle) -> None:
+    def expect(self, number: int, handle: RequestHandle) -> None:
         """Let a handle take what comes for a request, which is about to be sent; EngineDeadError if nothing will."""
         with self._changing:
             self.check()
@@ -154,7 +155,7 @@ class ClientSession:
     def take(self, messages: Iterable[FromEngine]) -> None:
         """Take messages, then wake the threads and tasks that wait for them."""
         self.heard += 1
-        changed: dict[RemoteHandle, None] = {}
+        changed: dict[RequestHandle, None] = {}
         for message in messages:
             changed.update(dict.fromkeys(self._taken(message)))
         for handle in changed:
@@ -162,24 +163,20 @@ class ClientSession:
                 handle.read_text()
         self._tell(changed)
 
-    def _taken(self, message: FromEngine) -> Iterable[RemoteHandle]:
+    def _taken(self, message: FromEngine) -> Iterable[RequestHandle]:
         """Take one message, and return the requests that it says something of."""
         match message:
             case StepUpdates():
                 return self._step(message)
             case PromptTokens() if (handle := self._handles.get(message.request)) is not None:
                 handle.prompt = message.tokens
-            case PromptScores() if (handle := self._handles.get(message.request)) is not None:
-                handle.take_prompt_scores(message.logprobs)
+            case Piece() if (handle := self._handles.get(message.request)) is not None:
+                column_of(handle.requests[message.index], message.column).take_piece(message.data)
                 return [handle]
-            case EmittedPiece() if (handle := self._handles.get(message.request)) is not None:
-                handle.take_piece(message)
-            case PooledVector() if (handle := self._handles.get(message.request)) is not None:
-                handle.take_vector(message.numbers)
             case Refused() if message.request in self._questions:
                 self._questions[message.request] = refusal(message.kind, message.message)
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:
-                handle.fail(refusal(message.kind, message.message))
+                _fail(handle, refusal(message.kind, message.message))
                 return [handle]
             case StatsReply() | TokensReply() | TextReply() if message.number in self._questions:
                 self._questions[message.number] = message
@@ -193,16 +190,23 @@ class ClientSession:
                 self._said = message.message
         return []
 
-    def _step(self, step: StepUpdates) -> list[RemoteHandle]:
+    def _step(self, step: StepUpdates) -> list[RequestHandle]:
         changed = []
         for update in step.updates:
             if (handle := self._handles.get(update.request)) is not None:  # none, if it was refused in the end
                 changed.append(handle)
-                handle.take(update)
+                _take(handle, update)
         for summary in step.summaries:
             if (handle := self._handles.pop(summary.request, None)) is not None:
                 changed.append(handle)
-                handle.finish(summary)
+                handle.finish(
+                    Figures(
+                        cached_tokens=summary.cached_tokens,
+                        queue_seconds=summary.queue_seconds,
+                        first_token_seconds=summary.first_token_seconds,
+                        seconds=summary.seconds,
+                    )
+                )
         return changed
 
     def connection_lost(self, error: EngineDeadError) -> None:
@@ -225,9 +229,32 @@ class ClientSession:
             handles = list(self._handles.values())
             self._handles.clear()
         for handle in handles:
-            handle.fail(error)
+            _fail(handle, error)
             handle.read_text()
         self._tell(handles)
 
-    def _tell(self, handles: Iterable[RemoteHandle]) -> None:
+    def _tell(self, handles: Iterable[RequestHandle]) -> None:
         tell([self.listeners, *(listeners for handle in handles for listeners in handle.awaiting)])
+
+
+def _take(handle: RequestHandle, update: Update) -> None:
+    """Have what is new of one answer."""
+    record = handle.requests[update.index]
+    if update.columns is not None:
+        for name, data in update.columns.items():
+            column_of(record, name).take(data)
+    record.tokens.extend(update.tokens)
+    if (ended := update.ended) is not None:
+        record.stop_reason = ended.stop_reason
+        record.error = None if ended.error is None else refusal(ended.kind, ended.error)
+        record.finish_reason = ended.finish_reason  # last: a thread that sees it finds the rest
+
+
+def _fail(handle: RequestHandle, error: Exception) -> None:
+    """End what has not ended: the engine process has ended the whole request, or nothing more comes of it."""
+    for record in handle.requests:
+        if not record.done:
+            record.error, record.finish_reason = error, "error"
+    seconds = time.monotonic() - handle.submitted
+    figures = Figures(cached_tokens=0, queue_seconds=None, first_token_seconds=None, seconds=seconds)
+    handle.finish(figures, refused=error)

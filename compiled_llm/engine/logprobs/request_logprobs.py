@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from msgspec import Raw
 from numpy.typing import NDArray
 
 from compiled_llm.engine.logprobs.entries import Logprobs
@@ -19,7 +21,10 @@ from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.prefix_tree import PrefixTree
+from compiled_llm.requests.columns import ReadAnswer, encoded
 from compiled_llm.requests.sampling_params import SamplingParams
+
+_SENT_AT_ONCE = 256  # of a prompt's tokens: others wait for some milliseconds
 
 
 class RequestLogprobs(RequestPart):
@@ -40,6 +45,15 @@ class RequestLogprobs(RequestPart):
 
     # ---- read
 
+    def rows(self, start: int, tokens: Sequence[int]) -> Logprobs | None:
+        return self.entries(tokens, start)
+
+    def completion(self, answer: ReadAnswer) -> Mapping[str, Any]:
+        return {"logprobs": self.entries(answer.tokens_after(0))}
+
+    def output(self) -> Mapping[str, Any]:
+        return {"prompt_logprobs": self.entries_of_prompt()}
+
     def entries(self, tokens: Sequence[int], count: int = 0) -> Logprobs | None:
         """Return the entries of ``tokens`` after the first ``count``; None if they are not wanted."""
         if self.most is None:
@@ -56,6 +70,23 @@ class RequestLogprobs(RequestPart):
             return None
         tokens = self.request.prompt[self.first :].tolist()
         return Logprobs(self.prompt_scored, tokens, self.prompt_most, without=without)
+
+    # ---- sent
+
+    takes_long = True
+
+    def encoded_rows(self, start: int, tokens: Sequence[int]) -> Raw | None:
+        found = self.entries(tokens, start)
+        return None if found is None else encoded(found[:])
+
+    def pieces(self, answer: ReadAnswer) -> Iterator[Raw | None]:
+        """Yield those of the prompt, which are all there with the first token, with how many have none before them."""
+        while not (self.request.tokens or self.request.done):
+            yield None
+        if (found := self.scored_entries()) is not None:
+            without = len(self.request.prompt[: self.first])
+            for start in range(0, max(1, len(found)), _SENT_AT_ONCE):
+                yield encoded((without, found[start : start + _SENT_AT_ONCE]))
 
     # ---- computed
 

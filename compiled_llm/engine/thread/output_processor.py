@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.arrivals import Arrivals
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import tell
 from compiled_llm.requests.users_code import described
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.arrivals import Arrivals
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.output_processor import OutputProcessor
 from compiled_llm.engine.thread.paused_requests import PausedRequests
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import FinishReason
 

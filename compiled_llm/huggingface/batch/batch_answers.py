@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from compiled_llm.compat.continuous_batching import OutputRouter, RequestState, RequestStatus, note_times
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.users_code import raise_interrupt
 
 logger = logging.getLogger("compiled_llm.generate")

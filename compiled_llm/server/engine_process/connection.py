@@ -248,8 +248,8 @@ class ClientConnection:
         # A copy, at once: making a pair for each may collect garbage, and with that run a thread that changes it.
         for number, stream in self.streams.copy().items():
             updates += stream.updates()
-            if (part := stream.next_part()) is not None:
-                yield frame_of(part)
+            if (piece := stream.next_piece()) is not None:
+                yield frame_of(piece)
                 self._transport.flush_soon()  # for those that are left, after others had their turn
             elif stream.ended:
                 summaries.append(stream.summary())

@@ -67,7 +67,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: AssistantMessage
-    logprobs: ChatLogprobs | None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
@@ -132,6 +132,11 @@ class ChunkChoice(BaseModel):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+
+    @classmethod
+    def of(cls, index: int, delta: Delta) -> Self:
+        """Return one that goes on; what a client looks for in each is set."""
+        return cls(index=index, delta=delta, logprobs=None, finish_reason=None)
 
 
 class ChatChunk(BaseModel):

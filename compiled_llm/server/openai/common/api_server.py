@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 
 from starlette.requests import Request
 
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.features import needed
 from compiled_llm.protocol.messages import Pictured, Ready
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import ApiError, invalid, not_served
 from compiled_llm.server.http.worker_thread import in_thread_if_long
@@ -35,7 +35,7 @@ class Submitted(NamedTuple):
 
     model: str
     params: SamplingParams
-    handles: Sequence[RemoteHandle]
+    handles: Sequence[RequestHandle]
     came: int
 
 
@@ -118,11 +118,11 @@ class ApiServer:
 
         given: Sequence[Sequence[int] | Pictured] = prompts if shown is None else [shown.pictured(text)]
 
-        def begun() -> list[RemoteHandle]:
+        def begun() -> list[RequestHandle]:
             _check(prompts, each, param, model.ready)
-            handles: list[RemoteHandle] = []
+            handles: list[RequestHandle] = []
             waiting: dict[str, Any] = {"priority": body.priority or 0, "timeout": timeout, "cache_salt": salt}
-            begin: Callable[..., RemoteHandle] = partial(model.client.submit, **waiting, pooled=pooled)
+            begin: Callable[..., RequestHandle] = partial(model.client.submit, **waiting, pooled=pooled)
             try:
                 handles += (begin(prompt, own) for prompt, own in zip(given, each, strict=True))
             except BaseException:
