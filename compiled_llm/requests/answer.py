@@ -26,12 +26,7 @@ class AnswerRecord(Generic[C]):
     finish_reason: FinishReason | None = None  # None while it has not ended
     stop_reason: int | str | None = None  # the stop string, or the one of the user's stop tokens, that has ended it
     error: BaseException | None = None
-    _tokens: list[int] = field(default_factory=list, init=False)
-
-    @property
-    def tokens(self) -> list[int]:
-        """Those that have come; the list only grows."""
-        return self._tokens
+    tokens: list[int] = field(default_factory=list, init=False)  # those that have come; the list only grows
 
     @property
     def done(self) -> bool:

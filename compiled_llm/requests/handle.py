@@ -230,7 +230,8 @@ class RequestHandle:
             for answer in self.answers:
                 if answer.text is not None and not answer.text.ended:
                     answer.read_text()
-                    self._end_with_text(answer)
+                    if answer.text.ended:
+                        self._end_with_text(answer)
 
     def lose_text(self, error: RuntimeError) -> None:
         """End the answers whose text has not ended: it cannot be made."""

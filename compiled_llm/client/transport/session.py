@@ -24,9 +24,9 @@ from compiled_llm.protocol.messages import (
     Reply,
     StatsReply,
     StepUpdates,
+    Summary,
     TextReply,
     TokensReply,
-    Update,
 )
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import Listeners, tell
@@ -155,19 +155,45 @@ class ClientSession:
     def take(self, messages: Iterable[FromEngine]) -> None:
         """Take messages, then wake the threads and tasks that wait for them."""
         self.heard += 1
-        changed: dict[RequestHandle, None] = {}
+        changed: dict[RequestHandle, bool] = {}  # requests that have something new, and whether an answer has ended
+        told = []
         for message in messages:
-            changed.update(dict.fromkeys(self._taken(message)))
-        for handle in changed:
+            if isinstance(message, StepUpdates):
+                self._take_step(message, changed)
+            else:
+                told = [self.listeners]
+                changed |= dict.fromkeys(self._take_message(message), True)
+        for handle, has_ended in changed.items():
             if handle.has_text:
                 handle.read_text()
-        self._tell(changed)
+            told.append(handle.listeners)
+            if has_ended:
+                told.append(handle.end_listeners)
+        tell(told)
 
-    def _taken(self, message: FromEngine) -> Iterable[RequestHandle]:
-        """Take one message, and return the requests that it says something of."""
+    def _take_step(self, step: StepUpdates, changed: dict[RequestHandle, bool]) -> None:
+        """Take the new tokens of requests, and note whose these are."""
+        for update in step.updates:
+            if (handle := self._handles.get(update.request)) is None:  # it was refused in the end
+                continue
+            record, ended = handle.requests[update.index], update.ended
+            if update.columns is not None:
+                for name, data in update.columns.items():
+                    column_of(record, name).take(data)
+            record.tokens.extend(update.tokens)
+            if ended is not None:
+                record.stop_reason = ended.stop_reason
+                record.error = None if ended.error is None else refusal(ended.kind, ended.error)
+                record.finish_reason = ended.finish_reason  # last: a thread that sees it finds the rest
+            changed[handle] = ended is not None or changed.get(handle, False)
+        for summary in step.summaries:
+            if (handle := self._handles.pop(summary.request, None)) is not None:
+                handle.finish(_figures(summary))
+                changed[handle] = True
+
+    def _take_message(self, message: FromEngine) -> Iterable[RequestHandle]:
+        """Take one message that is no step's, and return the requests that it says something of."""
         match message:
-            case StepUpdates():
-                return self._step(message)
             case PromptTokens() if (handle := self._handles.get(message.request)) is not None:
                 handle.prompt = message.tokens
             case Piece() if (handle := self._handles.get(message.request)) is not None:
@@ -189,25 +215,6 @@ class ClientSession:
             case Leaving() | Problem():
                 self._said = message.message
         return []
-
-    def _step(self, step: StepUpdates) -> list[RequestHandle]:
-        changed = []
-        for update in step.updates:
-            if (handle := self._handles.get(update.request)) is not None:  # none, if it was refused in the end
-                changed.append(handle)
-                _take(handle, update)
-        for summary in step.summaries:
-            if (handle := self._handles.pop(summary.request, None)) is not None:
-                changed.append(handle)
-                handle.finish(
-                    Figures(
-                        cached_tokens=summary.cached_tokens,
-                        queue_seconds=summary.queue_seconds,
-                        first_token_seconds=summary.first_token_seconds,
-                        seconds=summary.seconds,
-                    )
-                )
-        return changed
 
     def connection_lost(self, error: EngineDeadError) -> None:
         """End all requests: nothing more comes."""
@@ -231,23 +238,17 @@ class ClientSession:
         for handle in handles:
             _fail(handle, error)
             handle.read_text()
-        self._tell(handles)
-
-    def _tell(self, handles: Iterable[RequestHandle]) -> None:
-        tell([self.listeners, *(listeners for handle in handles for listeners in handle.awaiting)])
+        ended = [handle.listeners for handle in handles] + [handle.end_listeners for handle in handles]
+        tell([self.listeners, *ended])
 
 
-def _take(handle: RequestHandle, update: Update) -> None:
-    """Have what is new of one answer."""
-    record = handle.requests[update.index]
-    if update.columns is not None:
-        for name, data in update.columns.items():
-            column_of(record, name).take(data)
-    record.tokens.extend(update.tokens)
-    if (ended := update.ended) is not None:
-        record.stop_reason = ended.stop_reason
-        record.error = None if ended.error is None else refusal(ended.kind, ended.error)
-        record.finish_reason = ended.finish_reason  # last: a thread that sees it finds the rest
+def _figures(summary: Summary) -> Figures:
+    return Figures(
+        cached_tokens=summary.cached_tokens,
+        queue_seconds=summary.queue_seconds,
+        first_token_seconds=summary.first_token_seconds,
+        seconds=summary.seconds,
+    )
 
 
 def _fail(handle: RequestHandle, error: Exception) -> None:

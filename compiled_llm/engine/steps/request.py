@@ -67,12 +67,16 @@ class Request(AnswerRecord[RequestPart]):
     # All that is known of its text when it was last admitted; computed as far as the row is long.
     known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    @property
+    @property  # type: ignore[misc]  # of a log, until somebody asks: the dataclass only sets it, once
     def tokens(self) -> list[int]:
         """Sampled and read; any thread may ask."""
         if (column := self._column) is not None:
             column.read(self._tokens)
         return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: list[int]) -> None:
+        self._tokens = tokens
 
     def add_run(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Have more tokens, up to its end; return how many these are, and why it ends, if it does."""

@@ -89,17 +89,14 @@ class Stream:
         # Whether what is sent keeps others waiting.
         self.takes_long = any(column.takes_long for record in handle.requests for column in record.parts.values())
         self._has_columns = any(record.parts for record in handle.requests)
-        self._pieces = list(self._each_pieces())
+        self.ended = False  # whether all tokens have been sent
+        self.pieces = list(self._each_pieces())  # what is left of what is sent in pieces
         if tells_prompt:
-            self._pieces.insert(0, iter([PromptTokens(number, list(handle.prompt))]))
+            self.pieces.insert(0, iter([PromptTokens(number, list(handle.prompt))]))
 
     @property
     def unsent(self) -> int:
         return sum(answer.tokens - self._sent[answer.index] for answer in self._open)
-
-    @property
-    def ended(self) -> bool:
-        return not self._open
 
     def updates(self) -> list[Update]:
         """Return the new tokens of each answer; they count as sent."""
@@ -113,6 +110,7 @@ class Stream:
             self._sent[answer.index] = sent + len(tokens)
             if done:
                 self._open = tuple(other for other in self._open if other is not answer)
+                self.ended = not self._open
             found.append(Update(self._number, answer.index, tokens, columns, _ended(answer) if done else None))
         return found
 
@@ -123,13 +121,13 @@ class Stream:
 
     def next_piece(self) -> PromptTokens | Piece | None:
         """Return the next message of those that come in pieces; None if there is none now, or all were sent."""
-        for pieces in list(self._pieces):
+        for pieces in list(self.pieces):
             for piece in pieces:
                 if piece is None:
                     break
                 return piece
             else:
-                self._pieces.remove(pieces)
+                self.pieces.remove(pieces)
         return None
 
     def summary(self) -> Summary:
