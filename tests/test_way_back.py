@@ -26,6 +26,7 @@ from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.request_table import RequestTable
+from compiled_llm.server.engine_process import engine_server
 from support.noting import note_calls
 from support.server.engine_processes import engine_that_names_its_tokenizer
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
@@ -116,6 +117,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunningServer, Way
         return step(own, loop, done)
 
     monkeypatch.setattr(EngineThread, "_step", after_a_chunk)
+    monkeypatch.setattr(engine_server, "_BEAT_SECONDS", 600.0)  # heartbeats come between tokens as they like
     plain = tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380)
     model = compiled_llm.wrap(plain, mode="eager", kv_memory="2000 tokens", max_batch_size=4, progress=False)
     with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 from msgspec.msgpack import Decoder
@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Piece(NamedTuple):
-    key: int | str  # the layer, as the request has named it, or the name that hooks emit
-    dtype: str  # torch's name
-    shape: list[int]  # the number of tokens, and what each has
-    numbers: bytes  # row by row, as the engine process's machine writes them
-
-
+# The layer, as the request has named it, or the name that hooks emit; torch's name of the dtype; the number of tokens,
+# and what each has; row by row, as the engine process's machine writes them.
+_Piece = tuple[int | str, str, list[int], bytes]
 _piece = Decoder(_Piece)
 
 
@@ -33,7 +29,7 @@ class EmittedColumn(ReceivedColumn):
 
     def take_piece(self, data: Raw) -> None:
         piece = _piece.decode(data)
-        self._pieces.setdefault(piece.key, []).append(piece)
+        self._pieces.setdefault(piece[0], []).append(piece)
 
     def completion(self, answer: ReadAnswer) -> Mapping[str, Any]:
         found = {key: _joined(pieces) for key, pieces in self._pieces.items()}
@@ -50,15 +46,14 @@ def _joined(pieces: Sequence[_Piece]) -> Tensor:
     import torch
 
     try:
-        return torch.cat([_tensor(piece) for piece in pieces])
+        return torch.cat([_tensor(*piece) for piece in pieces])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise EngineProcessError(f"what the engine process has sent as {pieces[0].key!r} is no tensor") from error
+        raise EngineProcessError(f"what the engine process has sent as {pieces[0][0]!r} is no tensor") from error
 
 
-def _tensor(piece: _Piece) -> Tensor:
+def _tensor(_: int | str, dtype: str, shape: list[int], numbers: bytes) -> Tensor:
     import torch
 
-    dtype = getattr(torch, piece.dtype)
-    if not piece.numbers:
-        return torch.empty(piece.shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(piece.numbers), dtype=dtype).view(piece.shape)
+    if not numbers:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    return torch.frombuffer(bytearray(numbers), dtype=getattr(torch, dtype)).view(shape)

@@ -15,7 +15,7 @@ class ClientSource:
     """A request that was sent over a connection, as its handle uses it."""
 
     tokenizer_call = "Client(path, tokenizer=...)"
-    failure = EngineProcessError
+    failure: type[RuntimeError] = EngineProcessError
     is_engine = False
 
     def __init__(self, client: object, session: ClientSession, number: int) -> None:

@@ -260,14 +260,11 @@ class RequestEmitted(RequestPart):
     # ---- read
 
     def completion(self, answer: ReadAnswer) -> Mapping[str, Any]:
-        fed = self._fed(answer)
-        return {"hidden_states": self.hidden_states(fed), "emitted": self.by_name(fed)}
-
-    def _fed(self, answer: ReadAnswer) -> int:
-        """Return how many tokens of an answer were fed in, all but the last; a stop string may come before others."""
         if self.request.done:
             self.end()
-        return len(self.request.prompt) + max(1, len(answer.tokens_after(0))) - 1
+        # All but the last were fed in; a stop string may have come before others.
+        fed = len(self.request.prompt) + max(1, len(answer.tokens_after(0))) - 1
+        return {"hidden_states": self.hidden_states(fed), "emitted": self.by_name(fed)}
 
     takes_long = True
 

@@ -47,14 +47,9 @@ class TextOwner(Protocol):
         is_engine: whether stop strings end answers here; otherwise the process that sends them has looked for these.
     """
 
-    @property
-    def tokenizer_call(self) -> str: ...
-
-    @property
-    def failure(self) -> type[RuntimeError]: ...
-
-    @property
-    def is_engine(self) -> bool: ...
+    tokenizer_call: str
+    failure: type[RuntimeError]
+    is_engine: bool
 
 
 class Answer:

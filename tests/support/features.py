@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -216,6 +219,19 @@ def taken_out(feature: Feature, folder: Path) -> Parted:
         if lines:
             leave_out(folder, lines, most)
     return Parted(folder, before - files_in(folder))
+
+
+def python(parted: Parted, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, which finds the copy first."""
+    path = os.pathsep.join(map(str, (parted.folder, CHECKOUT / "tests")))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        cwd=CHECKOUT / "tests",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def leave_out(folder: Path, lines: str, most: int | None) -> None:

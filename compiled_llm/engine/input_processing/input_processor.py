@@ -97,8 +97,7 @@ def requests_for(
     ends = stops if params.ignore_eos else stops | eos
     forms = [None] * params.n if params.structured_outputs is None else grammars.forms_of(params, eos, width)
     processors = tuple(map(Processor.of, params.logits_processors or ()))
-    scored = params.num_logprobs is not None or params.prompt_logprobs is not None
-    scores = needed("logprobs", "engine").TAP.asked(params=params) if scored else None
+    asked = [needed(name, "engine").TAP.asked(params=params) for name in params.features]
     requests: list[Request] = []
     samplings = {} if samplings is None else samplings
     if id(params) not in samplings:  # which keeps the settings
@@ -125,7 +124,7 @@ def requests_for(
             prefix_owner=requests[0] if requests and enter is None else None,
             submitted=now,
         )
-        for lets_have in filter(None, (enter, scores)):
+        for lets_have in filter(None, (enter, *asked)):
             lets_have(request)
         requests.append(request)
     return requests

@@ -56,10 +56,9 @@ class RequestTable(dict[Request, RequestHandle]):
         audience = Listeners.audience  # first: who begins to listen meanwhile is found the next time
         ended = [request for request in changed if request.finish_reason is not None]
         awaited = [handle for request in changed if (handle := self.get(request)) is not None and handle.awaited]
-        texts = [handle for handle in awaited if handle.has_text]
-        told = [handle.listeners for handle in awaited if not handle.has_text]
+        self._texts = texts = [handle for handle in awaited if handle.has_text]
+        self._told = told = [handle.listeners for handle in awaited if not handle.has_text]
         self._changed, self._audience = (None, None) if ended else (changed, audience)
-        self._told, self._texts = told, texts
         now, last = time.monotonic(), list[Listeners]()
         for request in ended:
             request.finished = request.finished or now

@@ -17,7 +17,7 @@ class EngineSource:
     """An engine, as the handles of its requests use it."""
 
     tokenizer_call = "compiled_llm.Engine(model, tokenizer=tokenizer)"
-    failure = RequestError
+    failure: type[RuntimeError] = RequestError
     is_engine = True
 
     def __init__(self, engine_thread: EngineThread, runtime: Runtime) -> None:

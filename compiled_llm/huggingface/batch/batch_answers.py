@@ -102,7 +102,7 @@ def _brought_up(state: RequestState, request: Request) -> bool:
     state.generated_tokens = request.tokens[:count]
     if (scores := request.part("logprobs")) is not None:
         known = len(state.logprobs)
-        entries = scores.entries(request.tokens[known:count], known)
+        entries = scores.rows(known, request.tokens[known:count])
         state.logprobs.extend(next(iter(own.values())).logprob for own in entries or ())
     if state.status == RequestStatus.PENDING and request.admitted is not None:
         state.status = RequestStatus.DECODING

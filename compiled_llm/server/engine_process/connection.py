@@ -250,7 +250,7 @@ class ClientConnection:
         # A copy, at once: making a pair for each may collect garbage, and with that run a thread that changes it.
         for number, stream in self.streams.copy().items():
             updates += stream.updates()
-            if stream.pieces and (piece := stream.next_piece()) is not None:
+            if stream.has_pieces and (piece := stream.next_piece()) is not None:
                 frames.append(frame_of(piece))
                 self._transport.flush_soon()  # for those that are left, after others had their turn
             elif stream.ended:

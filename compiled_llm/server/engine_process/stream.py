@@ -16,7 +16,6 @@ from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.features import needed
 from compiled_llm.protocol.messages import Ended, Kind, Piece, PromptTokens, Refused, Submit, Summary, Update
 from compiled_llm.requests.answer import Answer
-from compiled_llm.requests.columns import SentColumn
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import GrammarsMissingError, StructuredOutputsParams
@@ -90,9 +89,8 @@ class Stream:
         self.takes_long = any(column.takes_long for record in handle.requests for column in record.parts.values())
         self._has_columns = any(record.parts for record in handle.requests)
         self.ended = False  # whether all tokens have been sent
-        self.pieces = list(self._each_pieces())  # what is left of what is sent in pieces
-        if tells_prompt:
-            self.pieces.insert(0, iter([PromptTokens(number, list(handle.prompt))]))
+        self._pieces = self._all_pieces(tells_prompt)
+        self.has_pieces = tells_prompt or self._has_columns
 
     @property
     def unsent(self) -> int:
@@ -114,21 +112,17 @@ class Stream:
             found.append(Update(self._number, answer.index, tokens, columns, _ended(answer) if done else None))
         return found
 
-    def _each_pieces(self) -> Iterator[Iterator[PromptTokens | Piece | None]]:
+    def _all_pieces(self, tells_prompt: bool) -> Iterator[PromptTokens | Piece | None]:
+        if tells_prompt:
+            yield PromptTokens(self._number, list(self.handle.prompt))
         for answer in self.handle.answers:
             for name, column in answer.record.parts.items():
-                yield _pieces(self._number, answer, name, column)
+                for data in column.pieces(answer):
+                    yield None if data is None else Piece(self._number, answer.index, name, data)
 
     def next_piece(self) -> PromptTokens | Piece | None:
         """Return the next message of those that come in pieces; None if there is none now, or all were sent."""
-        for pieces in list(self.pieces):
-            for piece in pieces:
-                if piece is None:
-                    break
-                return piece
-            else:
-                self.pieces.remove(pieces)
-        return None
+        return next(self._pieces, None)
 
     def summary(self) -> Summary:
         figures = self.handle.figures
@@ -138,11 +132,6 @@ class Stream:
     def fail(self, reason: str) -> None:
         """End what has not ended, with an error."""
         self.handle.fail(RequestError(reason))
-
-
-def _pieces(number: int, answer: Answer, name: str, column: SentColumn) -> Iterator[Piece | None]:
-    for data in column.pieces(answer):
-        yield None if data is None else Piece(number, answer.index, name, data)
 
 
 def _columns(answer: Answer, sent: int, tokens: list[int]) -> dict[str, Raw] | None:

@@ -27,11 +27,11 @@ class _OfPrompt(ColumnWriter):
     """Log-probabilities of a prompt, as vLLM writes them."""
 
     def __init__(self, body: ChoiceFields, names: TokenNames, handle: RequestHandle) -> None:
-        self._wanted = body.prompt_logprobs is not None
+        self._prompt_wanted = body.prompt_logprobs is not None
         self._names, self._handle = names, handle
 
     def of_prompt(self) -> Fields:
-        if not self._wanted:
+        if not self._prompt_wanted:
             return {}
         places = self._handle.prompt_logprobs or ()
         return {"prompt_logprobs": [None if entries is None else self._by_ids(entries) for entries in places]}
@@ -50,6 +50,7 @@ class ChatColumn(_OfPrompt):
 
     def __init__(self, body: ChatRequest, names: TokenNames, handle: RequestHandle) -> None:
         super().__init__(body, names, handle)
+        self.is_wanted = bool(body.logprobs) or self._prompt_wanted
         self._most = None if body.logprob_token_ids else body.top_logprobs or 0
 
     def of_tokens(self, delta: AnswerDelta) -> Fields:
@@ -61,6 +62,7 @@ class ResponsesColumn(ColumnWriter):
     """Log-probabilities as ``/v1/responses`` writes them."""
 
     def __init__(self, body: ResponsesRequest, names: TokenNames, handle: RequestHandle) -> None:
+        self.is_wanted = body.wants_logprobs
         self._most, self._names = body.top_logprobs or 0, names
 
     def of_tokens(self, delta: AnswerDelta) -> Fields:
@@ -91,6 +93,7 @@ class CompletionColumn(_OfPrompt):
 
     def __init__(self, body: CompletionRequest, names: TokenNames, handle: RequestHandle) -> None:
         super().__init__(body, names, handle)
+        self.is_wanted = body.logprobs is not None or self._prompt_wanted
         self._most = body.logprobs
         self._echoes = bool(body.echo) and body.logprobs is not None  # and has not yet
         self._offset = 0
@@ -146,17 +149,4 @@ def _likeliest(entries: Entries, most: int) -> Entries:
     return {token: entry for token, entry in entries.items() if token == own or entry.rank <= most}
 
 
-def _chat(body: ChatRequest, names: TokenNames, handle: RequestHandle) -> ChatColumn | None:
-    return ChatColumn(body, names, handle) if body.logprobs or body.prompt_logprobs is not None else None
-
-
-def _completion(body: CompletionRequest, names: TokenNames, handle: RequestHandle) -> CompletionColumn | None:
-    asked = body.logprobs is not None or body.prompt_logprobs is not None
-    return CompletionColumn(body, names, handle) if asked else None
-
-
-def _response(body: ResponsesRequest, names: TokenNames, handle: RequestHandle) -> ResponsesColumn | None:
-    return ResponsesColumn(body, names, handle) if body.wants_logprobs else None
-
-
-WRITERS = {"chat": _chat, "completions": _completion, "responses": _response}
+WRITERS = {"chat": ChatColumn, "completions": CompletionColumn, "responses": ResponsesColumn}

@@ -28,7 +28,7 @@ from compiled_llm.server.openai.chat.response import (
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import AnswerDelta, Answers, Choice
 from compiled_llm.server.openai.common.api_server import api_server_of, new_id
-from compiled_llm.server.openai.common.columns import column_writers, fields_of_prompt, fields_of_tokens
+from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
@@ -46,7 +46,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     model = api_server.writer_for(body.model)
     api_server.check_answers(1, body.answers)
 
-    shown = await api_server.shown(images_in(body.messages), model, body, body.prompt_logprobs)
+    shown = await api_server.shown(images_in(body.messages), model, body)
 
     def prepared() -> tuple[ChatPrompt, list[int], SamplingParams, Form | None, list[AnswerParser]]:
         params = body.sampling(model.ready.sampling)
@@ -91,8 +91,9 @@ class _ChatResponseWriter:
 
     def whole(self, answers: Sequence[AnswerDelta]) -> ChatCompletion:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        of_prompt = self._ids("prompt_token_ids", self._handle.prompt) | fields_of_prompt(self._columns)
-        return ChatCompletion(choices=choices, usage=self._usage(), **of_prompt, **self._head)
+        ids = self._ids("prompt_token_ids", self._handle.prompt)
+        of_prompt = merged(writer.of_prompt() for writer in self._columns)
+        return ChatCompletion(choices=choices, usage=self._usage(), **ids, **of_prompt, **self._head)
 
     def _ids(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
         return {name: list(tokens)} if self._body.return_token_ids else {}
@@ -111,7 +112,7 @@ class _ChatResponseWriter:
             ),
             finish_reason=parser.reason(reason),
             stop_reason=answer.stop_reason,
-            **fields_of_tokens(self._columns, answer),
+            **merged(writer.of_tokens(answer) for writer in self._columns),
             **self._ids("token_ids", answer.token_ids),
         )
 
@@ -164,7 +165,7 @@ class _ChatResponseWriter:
         parts = parser.read(delta.text, reason)
         if self._tells_text_alone and reason is None and parts.is_content:
             return [self._texts[index](parts.content)] if parts.content else []
-        fields = fields_of_tokens(self._columns, delta) if delta.tokens else {}
+        fields = merged(writer.of_tokens(delta) for writer in self._columns) if delta.tokens else {}
         deltas = parser.deltas(parts, reason is not None)
         if not deltas and (fields or self._body.return_token_ids):  # of tokens whose text comes later
             deltas = [Delta(content="")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
 from compiled_llm.server.openai.common.prompt_response import PromptPlace
@@ -62,7 +62,13 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
+class _Choice(BaseModel):
+    """A choice; columns may bring fields that are not named here."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=lambda schema: schema.pop("additionalProperties", None))
+
+
+class ChatChoice(_Choice):
     """One of ``n`` answers."""
 
     index: int
@@ -123,7 +129,7 @@ class Delta(BaseModel):
     tool_calls: list[NewCall] | None = None
 
 
-class ChunkChoice(BaseModel):
+class ChunkChoice(_Choice):
     """The new part of one of ``n`` answers."""
 
     index: int

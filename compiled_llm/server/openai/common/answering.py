@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from fastapi.responses import Response
-from pydantic import BaseModel
 
 from compiled_llm.server.http.worker_thread import written
-from compiled_llm.server.openai.common.answers import AnswerDelta, Answers
-from compiled_llm.server.openai.common.events import DONE, EventStream, EventWriter
-
-
-class ResponseWriter(EventWriter, Protocol):
-    """A writer of answers in the form of an endpoint."""
-
-    def begin(self) -> None:
-        """Make ready for a stream, while its first token is waited for."""
-        ...
-
-    def whole(self, answers: Sequence[AnswerDelta]) -> BaseModel:
-        """Return the response without events; many tokens take long."""
-        ...
+from compiled_llm.server.openai.common.answers import Answers
+from compiled_llm.server.openai.common.events import DONE, EventStream, ResponseWriter
 
 
 async def answered(writer: ResponseWriter, answers: Answers, stream: bool, end: bytes = DONE) -> Response:

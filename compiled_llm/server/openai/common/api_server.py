@@ -139,9 +139,7 @@ class ApiServer:
         request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], first, handles, came)
         return Answers(handles, request, first.include_stop_str_in_output, *limits, named)
 
-    async def shown(
-        self, given: Sequence[tuple[str, str]], model: Model, body: SamplingFields, prompt_logprobs: int | None = None
-    ) -> Shown | None:
+    async def shown(self, given: Sequence[tuple[str, str]], model: Model, body: SamplingFields) -> Shown | None:
         """Return a request's pictures, each given by the path of its field and where it is; None if there are none.
 
         Raises:
@@ -150,11 +148,8 @@ class ApiServer:
         if not given:
             return None
         images = needed("images", "server")
-        for name, value in (
-            ("prompt_logprobs", prompt_logprobs),
-            ("truncate_prompt_tokens", body.truncate_prompt_tokens),
-        ):
-            if value is not None:
+        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(body, name, None) is not None:
                 raise invalid(f"{name}: is not served beside pictures; leave it out", name, "unsupported_value")
         files = await images.read(given, model.ready, self.settings)
         return Shown(files, [path for path, _ in given], self.settings.max_image_pixels)

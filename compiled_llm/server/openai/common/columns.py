@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from compiled_llm.features import modules_named
@@ -17,6 +17,7 @@ Fields = dict[str, Any]  # of a choice or of a response, by name
 class ColumnWriter(Protocol):
     """A writer of one answer's column, in the form of an endpoint."""
 
+    is_wanted: bool = True  # whether the request asks for the column
     has_prompt: bool = True  # whether all has come that says something of the prompt
 
     def of_tokens(self, delta: AnswerDelta) -> Fields:
@@ -32,28 +33,19 @@ class ColumnWriter(Protocol):
         return {}
 
 
-class NewWriter(Protocol):
-    """What makes a writer; None if the request does not ask for the column."""
-
-    def __call__(self, body: Any, names: TokenNames, handle: RequestHandle) -> ColumnWriter | None: ...
-
-
 class WriterModule(Protocol):
-    """The module ``columns`` of a feature in this room: what makes writers, by the names of endpoints."""
+    """The module ``columns`` of a feature in this room: its writers by the names of endpoints."""
 
-    WRITERS: Mapping[str, NewWriter]
+    WRITERS: Mapping[str, Callable[[Any, TokenNames, RequestHandle], ColumnWriter]]
 
 
 def column_writers(endpoint: str, body: SamplingFields, names: TokenNames, handle: RequestHandle) -> list[ColumnWriter]:
     """Return the writers of what a request asks for besides the tokens of an answer."""
     modules: list[WriterModule] = modules_named("server", "columns")
     found = (module.WRITERS[endpoint](body, names, handle) for module in modules if endpoint in module.WRITERS)
-    return [writer for writer in found if writer is not None]
+    return [writer for writer in found if writer.is_wanted]
 
 
-def fields_of_tokens(writers: list[ColumnWriter], delta: AnswerDelta) -> Fields:
-    return {name: value for writer in writers for name, value in writer.of_tokens(delta).items()}
-
-
-def fields_of_prompt(writers: list[ColumnWriter]) -> Fields:
-    return {name: value for writer in writers for name, value in writer.of_prompt().items()}
+def merged(found: Iterable[Fields]) -> Fields:
+    """Return the fields of several writers."""
+    return {name: value for fields in found for name, value in fields.items()}

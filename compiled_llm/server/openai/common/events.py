@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from compiled_llm.server.http.api_error import of_exception
-from compiled_llm.server.openai.common.answers import Answers
+from compiled_llm.server.openai.common.answers import AnswerDelta, Answers
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -23,8 +23,12 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies a
 _MARK = "\ue000\uf8ff\ue000"  # a text that is part of no model's name: characters without a meaning in Unicode
 
 
-class EventWriter(Protocol):
-    """A writer of events."""
+class ResponseWriter(Protocol):
+    """A writer of answers in the form of an endpoint."""
+
+    def begin(self) -> None:
+        """Make ready for a stream, while its first token is waited for."""
+        ...
 
     def first_events(self) -> Iterable[bytes]:
         """Return what comes before all that is said of tokens."""
@@ -38,13 +42,17 @@ class EventWriter(Protocol):
         """Return what follows the last token."""
         ...
 
+    def whole(self, answers: Sequence[AnswerDelta]) -> BaseModel:
+        """Return the response without events; many tokens take long."""
+        ...
+
 
 class EventStream(Response):
     """A stream of events as they come, then ``end``; the answers, which watch the client, end with it."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, writer: EventWriter, answers: Answers, end: bytes = DONE) -> None:
+    def __init__(self, writer: ResponseWriter, answers: Answers, end: bytes = DONE) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)

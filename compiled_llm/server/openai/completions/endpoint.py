@@ -14,7 +14,7 @@ from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import AnswerDelta, Answers, Choice
 from compiled_llm.server.openai.common.api_server import api_server_of, check_length, new_id
-from compiled_llm.server.openai.common.columns import column_writers, fields_of_prompt, fields_of_tokens
+from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
@@ -98,8 +98,8 @@ class _CompletionResponseWriter:
             text=self._echoes[index] + answer.text,
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
-            **fields_of_tokens(columns, answer),
-            **fields_of_prompt(columns),
+            **merged(writer.of_tokens(answer) for writer in columns),
+            **merged(writer.of_prompt() for writer in columns),
             **self._ids(answer.token_ids, index),
         )
 
@@ -148,11 +148,11 @@ class _CompletionResponseWriter:
         return event(TextCompletion(choices=[choice], **usage, **self._head))
 
     def _begun(self, index: int) -> CompletionChoice:
-        of_echo = {name: value for writer in self._columns[index] for name, value in writer.of_echo().items()}
+        of_echo = merged(writer.of_echo() for writer in self._columns[index])
         return CompletionChoice.of(index, self._echoes[index], **of_echo, **self._ids([], index))
 
     def _new(self, index: int, delta: AnswerDelta) -> CompletionChoice:
-        fields = fields_of_tokens(self._columns[index], delta) if delta.tokens else {}
+        fields = merged(writer.of_tokens(delta) for writer in self._columns[index]) if delta.tokens else {}
         first = index if delta.total == len(delta.token_ids) and not self._body.echo else None
         fields |= self._ids(delta.token_ids, first)
         if delta.stop_reason is not None:

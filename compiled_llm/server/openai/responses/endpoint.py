@@ -18,7 +18,7 @@ from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import AnswerDelta, Answers
 from compiled_llm.server.openai.common.api_server import api_server_of, new_id
-from compiled_llm.server.openai.common.columns import column_writers, fields_of_tokens
+from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import named_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
@@ -109,7 +109,7 @@ class _ResponsesWriter:
     def _new(self, delta: AnswerDelta) -> Iterator[bytes]:
         self._reason = delta.finish_reason
         parts = self._parser.read(delta.text, delta.finish_reason)
-        yield from self._output.take(parts, fields_of_tokens(self._columns, delta))
+        yield from self._output.take(parts, merged(writer.of_tokens(delta) for writer in self._columns))
         if delta.finish_reason is not None:
             yield from self._output.end(_status(delta.finish_reason))
 
