@@ -35,7 +35,7 @@ class _AnswerStream(ABC, Generic[T]):
         self._raise_error()
 
     def _wait(self, given: int) -> None:
-        self._listeners.wait_until(lambda: self._has_more(given) or self._has_ended())
+        self._listeners.wait_until(lambda: bool(self._parts(given)[0]) or self._has_ended())
 
     async def __aiter__(self) -> AsyncIterator[T]:
         given, over = 0, False
@@ -49,9 +49,6 @@ class _AnswerStream(ABC, Generic[T]):
                 if not (over or wakeup.is_set):
                     await wakeup.wait()
         self._raise_error()
-
-    @abstractmethod
-    def _has_more(self, given: int) -> bool: ...
 
     @abstractmethod
     def _has_ended(self) -> bool:
@@ -75,9 +72,6 @@ class Token(NamedTuple):
 
 class _TokensOfAnswer(_AnswerStream[T]):
     """A stream of as many parts as the answer has tokens."""
-
-    def _has_more(self, given: int) -> bool:
-        return self._answer.tokens > given
 
     def _has_ended(self) -> bool:
         return self._answer.done
@@ -114,9 +108,6 @@ class TextStream(_AnswerStream[str]):
     def __init__(self, answer: Answer, text: AnswerText, listeners: Listeners) -> None:
         super().__init__(answer, listeners)
         self._text = text
-
-    def _has_more(self, given: int) -> bool:
-        return self._text.shown > given
 
     def _has_ended(self) -> bool:
         return self._text.ended and self._answer.done  # the request too, so that its result is there

@@ -106,15 +106,6 @@ class PooledWatch(PlanTap):
 class PoolingTap(EngineTap):
     """The vectors of a loop's requests."""
 
-    @staticmethod
-    def asked(**asked: Any) -> Any:
-        """``launches`` say how prompts are pooled."""
-
-        def enter(request: Request) -> None:
-            request.parts[NAME] = RequestPooled(asked["launches"])
-
-        return enter
-
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
         pooled = any(isinstance(chunk.apart, PooledLaunches) for chunk in plan.extend)
         return PooledWatch(plan) if pooled else None

@@ -87,7 +87,6 @@ class _ChatResponseWriter:
         self._tells_text_alone = not (body.tells_of_tokens or self._columns)
         self._choices: Sequence[Choice] = ()
         self._texts: Sequence[TextEvent] = ()
-        self._begins: list[bytes] | None = None
 
     def whole(self, answers: Sequence[AnswerDelta]) -> ChatCompletion:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -123,13 +122,8 @@ class _ChatResponseWriter:
     def begin(self) -> None:
         self._choices = self._answers.choices()
         self._texts = [self._text_event(choice.index) for choice in self._choices]
-        if not self._body.return_token_ids:  # those of pictures are known with the first token
-            self._begins = self._first_events()
 
     def first_events(self) -> list[bytes]:
-        return self._first_events() if self._begins is None else self._begins
-
-    def _first_events(self) -> list[bytes]:
         prompt, begins = self._ids("prompt_token_ids", self._handle.prompt), Delta(role="assistant", content="")
         found = [self._chunk([ChunkChoice.of(choice.index, begins)], **prompt) for choice in self._choices]
         if echoed := self._body.echoed:
