@@ -32,7 +32,7 @@ from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
-from compiled_llm.server.openai.common.usage import Usage, usage_of, usage_so_far
+from compiled_llm.server.openai.common.usage import Usage, usage_of
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
@@ -148,7 +148,7 @@ class _ChatResponseWriter:
 
     def _chunk(self, choices: list[ChunkChoice], count: int = 0, **others: Any) -> bytes:
         if self._body.wants_usage_always and choices:
-            others["usage"] = usage_so_far(self._handle, count)
+            others["usage"] = usage_of([self._handle], so_far=count)
         elif self._body.wants_usage:
             others = {"usage": None, **others}
         return event(ChatChunk(object="chat.completion.chunk", choices=choices, **others, **self._head))

@@ -18,7 +18,7 @@ from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import TextEvent, event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
-from compiled_llm.server.openai.common.usage import usage_of, usage_so_far
+from compiled_llm.server.openai.common.usage import usage_of
 from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.completions.response import CompletionChoice, TextCompletion
 from compiled_llm.server.openai.fields.structured_outputs import Form
@@ -144,7 +144,7 @@ class _CompletionResponseWriter:
     def _chunk(self, choice: CompletionChoice, count: int = 0) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self._body.wants_usage else {}
         if self._body.wants_usage_always:
-            usage["usage"] = usage_so_far(self._handles[choice.index], count)
+            usage["usage"] = usage_of([self._handles[choice.index]], so_far=count)
         return event(TextCompletion(choices=[choice], **usage, **self._head))
 
     def _begun(self, index: int) -> CompletionChoice:
