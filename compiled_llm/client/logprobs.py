@@ -38,8 +38,8 @@ class LogprobsColumn(ReceivedColumn):
     def take_piece(self, data: Raw) -> None:
         without, entries = _prompt_rows.decode(data)
         if self.of_prompt is None:
-            self.of_prompt = [None] * without
-        self.of_prompt += entries
+            self.of_prompt = [None for _ in range(without)]
+        self.of_prompt.extend(entries)
 
     def rows(self, start: int, tokens: Sequence[int]) -> list[Entries] | None:
         return None if self.of_answer is None else self.of_answer[start : start + len(tokens)]

@@ -75,7 +75,7 @@ class Request(AnswerRecord[RequestPart]):
         return self._tokens
 
     @tokens.setter
-    def tokens(self, tokens: list[int]) -> None:
+    def tokens(self, tokens: list[int]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._tokens = tokens
 
     def add_run(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
@@ -62,10 +62,14 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
+def _of_named_fields(schema: dict[str, Any]) -> None:
+    schema.pop("additionalProperties", None)
+
+
 class _Choice(BaseModel):
     """A choice; columns may bring fields that are not named here."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=lambda schema: schema.pop("additionalProperties", None))
+    model_config = ConfigDict(extra="allow", json_schema_extra=_of_named_fields)
 
 
 class ChatChoice(_Choice):
