@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from compiled_llm.engine.engine import DeviceLostError, Engine, QueueFullError
     from compiled_llm.engine.metrics import EngineDescription, EngineStats
     from compiled_llm.engine.steps.request import RequestError
-    from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.execution.reporting.stats import Stats
     from compiled_llm.explaining.explainer import explain
     from compiled_llm.huggingface.kv_scales import kv_scales
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from compiled_llm.huggingface.wrap import unwrap, wrap
     from compiled_llm.kinds.refusals import UnsupportedModelError
     from compiled_llm.kvcache.errors import OutOfPagesError
+    from compiled_llm.requests.handle import RequestHandle
     from compiled_llm.requests.outputs import RequestOutput
     from compiled_llm.requests.sampling_params import SamplingParams
     from compiled_llm.requests.structured_outputs import StructuredOutputsParams
@@ -65,7 +65,7 @@ _HOMES = {
     "OutOfPagesError": "compiled_llm.kvcache.errors",
     "QueueFullError": "compiled_llm.engine.engine",
     "RequestError": "compiled_llm.engine.steps.request",
-    "RequestHandle": "compiled_llm.engine.thread.handle",
+    "RequestHandle": "compiled_llm.requests.handle",
     "RequestOutput": "compiled_llm.requests.outputs",
     "SamplingParams": "compiled_llm.requests.sampling_params",
     "Stats": "compiled_llm.execution.reporting.stats",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -11,7 +12,13 @@ def _modules(*parts: str) -> list[str]:
     return [f"compiled_llm.{part}" for part in parts]
 
 
-_POOLED = "server.pooling.endpoint"  # imported when a request asks for it, as late features are
+_POOLED = (
+    "client.pooling",
+    "compilation.pooling",
+    "engine.pooling.part",
+    "huggingface.pooling.classifiers",
+    "server.pooling.endpoint",  # imported when a request asks for it, as late features are
+)
 
 FEATURES = {
     # Kinds of layers take the place of what those before them have found, or lie over it.
@@ -24,9 +31,9 @@ FEATURES = {
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "chat page": _modules("server.chat_page.page"),
     "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
-    "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
-    "logprobs": ["compiled_llm.engine.logprobs.tap"],
-    "pooling": _modules(*("compilation.pooling", "engine.pooling.part", "huggingface.pooling.classifiers"), _POOLED),
+    "hidden_states": _modules("client.emitted", "engine.emitted", "huggingface.emitted"),
+    "logprobs": _modules("client.logprobs", "engine.logprobs.tap", "server.logprobs.columns"),
+    "pooling": _modules(*_POOLED),
     "kept programs": ["compiled_llm.compilation.kept.part"],
     "structured_outputs": ["compiled_llm.engine.grammars.part"],
 }
@@ -56,6 +63,13 @@ LATE_ROUTES = {
 
 LATE_INPUTS = {("pixel_values",): "images", ("mm_encoder_outputs", "image"): "images"}
 """What inputs of a model have besides tokens, by names inside one another, and the features whose steps read it."""
+
+
+@cache
+def modules_named(room: str, name: str) -> list[Any]:
+    """Import the modules by a name that features have in a room."""
+    every = itertools.chain.from_iterable(FEATURES.values())
+    return [import_module(path) for path in every if path.split(".")[1] == room and path.endswith(f".{name}")]
 
 
 @cache

@@ -7,17 +7,14 @@ are none yet are listed with what they lack, and fail here if they lack nothing 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from support.features import FEATURES, Feature, Parted, is_part, naming, taken_out
+from support.features import FEATURES, Feature, Parted, is_part, naming, python, taken_out
 from support.imports import CHECKOUT, imports, imports_of, name_of, sources, targets
 
 TESTS = CHECKOUT / "tests"
@@ -35,19 +32,6 @@ REGISTRIES = {
 
 def each_feature() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", FEATURES)
-
-
-def python(parted: Parted, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own, which finds the copy first."""
-    path = os.pathsep.join(map(str, (parted.folder, TESTS)))
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def importers(feature: Feature, parted: Parted) -> list[str]:

@@ -19,9 +19,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.client.source import ClientSource
+from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.explaining.cpu import cpu_name
-from compiled_llm.protocol.messages import Ended, Summary, Update
+from compiled_llm.requests.answer import AnswerRecord
+from compiled_llm.requests.columns import ReceivedColumn
+from compiled_llm.requests.handle import RequestHandle
+from compiled_llm.requests.outputs import Figures
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.openai.common.api_server import REQUEST_ID, SUBMITTED, Submitted
 from compiled_llm.server.tracing import TracingMiddleware, tracer_provider
@@ -46,10 +50,11 @@ class Collector(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def answered() -> RemoteHandle:
-    handle = RemoteHandle(list(range(128)), 1, frozenset(), None, lambda index: None)
-    handle.take(Update(1, 0, [1] * 64, None, Ended("length")))
-    handle.finish(Summary(1, 0, 0.001, 0.01, 0.2))
+def answered() -> RequestHandle:
+    record = AnswerRecord[ReceivedColumn](stop_token_ids=frozenset(), finish_reason="length")
+    record.tokens.extend([1] * 64)
+    handle = RequestHandle([record], list(range(128)), ClientSource(None, ClientSession(), 1))
+    handle.finish(Figures(cached_tokens=0, queue_seconds=0.001, first_token_seconds=0.01, seconds=0.2))
     return handle
 
 

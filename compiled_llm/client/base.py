@@ -6,19 +6,22 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.plain import Prompt, pictured_of, plain_list, plain_params, token_ids
+from compiled_llm.client.source import ClientSource
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.client.transport.session import ClientSession
-from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Reply, StatsReply, Submit, Uncompiled
+from compiled_llm.protocol.messages import AskStats, Ready, Reply, StatsReply, Submit, Uncompiled
+from compiled_llm.requests.answer import AnswerRecord
+from compiled_llm.requests.columns import ReceivedColumn
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import Listeners, tell
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.prompts import with_params
@@ -147,7 +150,7 @@ class BaseClient(ABC):
         hidden_states: Sequence[int] | None = None,
         emitted: Sequence[str] | None = None,
         pooled: bool = False,
-    ) -> RemoteHandle:
+    ) -> RequestHandle:
         """Begin to answer a prompt, and return at once; whether the engine process takes it, the handle tells.
 
         Args:
@@ -168,11 +171,16 @@ class BaseClient(ABC):
         ready, number = session.check_ready(), session.number()
         pictured = pictured_of(prompt)
         ids = token_ids(prompt, self._tokenizer) if pictured is None else []
-        wanted = plain_list("hidden_states", hidden_states, int), plain_list("emitted", emitted, str)
-        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, *wanted, pictured, pooled)
-        cancel = partial(self._cancel, session, number)  # it keeps the client, and so the connection, while it is kept
-        ends, form, check = _ends(params, ready), self._form(params), session.check_may_wait
-        handle = RemoteHandle(ids, params.n, ends, form, cancel, check, params.scored_from)
+        asked = {
+            "hidden_states": plain_list("hidden_states", hidden_states, int),
+            "emitted": plain_list("emitted", emitted, str),
+            "pooled": pooled or None,
+        }
+        wanted = {name: value for name, value in asked.items() if value is not None}
+        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, pictured, wanted)
+        ends, form, source = _ends(params, ready), self._form(params), ClientSource(self, session, number)
+        records = [AnswerRecord[ReceivedColumn](index=index, stop_token_ids=ends) for index in range(params.n)]
+        handle = RequestHandle(records, ids, source, form)
         session.expect(number, handle)
         try:
             session.send(submit)
@@ -180,9 +188,6 @@ class BaseClient(ABC):
             session.forget(number)
             raise
         return handle
-
-    def _cancel(self, session: ClientSession, number: int, index: int | None) -> None:
-        session.send(Cancel(number, index))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> TextOfPrompt:
         """Answer a prompt, and give the text piece by piece with ``for`` or ``async for``; options are ``submit``'s.
@@ -203,7 +208,7 @@ class BaseClient(ABC):
         emitted: Sequence[str] | None,
     ) -> list[RequestOutput]:
         await self._rejoin()
-        handles: list[RemoteHandle] = []
+        handles: list[RequestHandle] = []
         listeners = Listeners()
         try:
             handles.extend(

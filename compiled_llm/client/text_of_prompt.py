@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
-from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.requests.handle import RequestHandle
 
 
 class TextOfPrompt:
     """The text of a request's only answer, piece by piece; a loop that is left ends the request, its ``handle``."""
 
-    def __init__(self, handle: RemoteHandle) -> None:
+    def __init__(self, handle: RequestHandle) -> None:
         self.handle = handle
         try:
             self._text = handle.text()

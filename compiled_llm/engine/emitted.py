@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Raw
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,12 +26,15 @@ from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.kvcache.memory import free_bytes
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.traced.hooks import TracedHooks
+from compiled_llm.requests.columns import ReadAnswer, encoded
 
 _HOST = torch.device("cpu")
 
 _EMITTED_ON_DEVICE = 256 << 20
 """Bytes that steps emit of requests' tokens before all of it is copied to the host."""
 # Each such copy is put together with those before when the request has ended, so few should be needed.
+
+_SENT_AT_ONCE = 2**20  # bytes, at least one token's
 
 
 NAME = "hidden_states"
@@ -49,7 +53,7 @@ class EmittedTap(EngineTap):
         wanted = wanted_of(**asked)
 
         def enter(request: Request) -> None:
-            request.parts[NAME] = RequestEmitted(wanted)
+            request.parts[NAME] = RequestEmitted(request, wanted)
 
         return enter
 
@@ -232,9 +236,9 @@ class RequestEmitted(RequestPart):
     # They stay on the device, so that no step waits for a copy, until the request has ended or they take much memory.
     # The loop's thread adds to them, and any thread may read them.
 
-    def __init__(self, wanted: WantedEmitted) -> None:
+    def __init__(self, request: Request, wanted: WantedEmitted) -> None:
         """Begin without tokens."""
-        self.wanted = wanted
+        self.request, self.wanted = request, wanted
         self._earlier = 0  # how many tokens have it without the last part
         self._parts: list[_Kept] = []
         self._copies: list[_PendingCopy] = []
@@ -252,6 +256,27 @@ class RequestEmitted(RequestPart):
 
     def lets_guess(self, processed_logprobs: bool) -> bool:
         return False
+
+    # ---- read
+
+    def completion(self, answer: ReadAnswer) -> Mapping[str, Any]:
+        if self.request.done:
+            self.end()
+        # All but the last were fed in; a stop string may have come before others.
+        fed = len(self.request.prompt) + max(1, len(answer.tokens_after(0))) - 1
+        return {"hidden_states": self.hidden_states(fed), "emitted": self.by_name(fed)}
+
+    takes_long = True
+
+    def pieces(self, answer: ReadAnswer) -> Iterator[Raw | None]:
+        """Yield parts of tensors: the layer or the name, torch's name of the dtype, the shape, and the numbers."""
+        while not answer.done:
+            yield None
+        found = self.completion(answer).values()
+        for key, tensor in itertools.chain.from_iterable(tensors.items() for tensors in found if tensors is not None):
+            for part in tensor.split(max(1, _SENT_AT_ONCE // max(1, tensor[:1].nbytes))):
+                numbers = part.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                yield encoded((key, str(part.dtype).removeprefix("torch."), list(part.shape), numbers))
 
     @property
     def copied(self) -> int:

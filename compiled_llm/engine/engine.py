@@ -29,8 +29,8 @@ from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
+from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.engine_thread import EngineThread
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.wanted import wanted_of
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
@@ -38,6 +38,7 @@ from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import check_has, feature, needed
 from compiled_llm.kvcache.specs import token_numbers
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import Decisions, RequestOutput
 from compiled_llm.requests.prompts import with_params
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -235,8 +236,9 @@ class Engine:
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._intake.add(handles)
             self._engine_thread.answer(handles)
-        for handle in handles:
-            handle.raise_failure()
+        for error in (answer.error for handle in handles for answer in handle.answers):
+            if error is not None and not isinstance(error, RequestError):  # it has ended all requests
+                raise error
         return [handle.output() for handle in handles]
 
     def submit(

@@ -11,11 +11,12 @@ from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSampling
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.engine_thread import EngineThread
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.engine.thread.source import EngineSource
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.features import needed
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.prompts import shows_images
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.text.answer_text import TextFormat
@@ -37,8 +38,10 @@ class Intake:
     encoder_cache: int  # bytes
     images_in_steps: bool
     decoding: TokenDecoder | None = field(init=False)
+    source: EngineSource = field(init=False)
 
     def __post_init__(self) -> None:
+        self.source = EngineSource(self.engine_thread, self.runtime)
         self.decoding = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
 
     @property
@@ -78,15 +81,7 @@ class Intake:
         if (constraint := requests[0].constraint) is not None and constraint.processors:
             names = ", ".join(processor.name for processor in constraint.processors)
             self.runtime.counters.took_request(Reason("processors", names))
-        engine_thread = self.engine_thread
-        return RequestHandle(
-            requests,
-            engine_thread.cancel,
-            TextFormat.of(params, self.decoding),
-            engine_thread.request_table.output.read,
-            engine_thread.step_lock.check_elsewhere,
-            self.runtime.home.check,
-        )
+        return self.source.handle(requests, TextFormat.of(params, self.decoding))
 
     def _images(self, model_runner: ModelRunner, prompt: Prompt, params: SamplingParams, enter: Any, salt: Any) -> Any:
         """Return the ``RequestImages`` of a prompt with pictures, and None of others."""

@@ -11,9 +11,10 @@ from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.columns import SentColumn
 
 
-class RequestPart:
+class RequestPart(SentColumn):
     """What one request has of one feature, besides its tokens or in place of them."""
 
     def unseen(self, start: int) -> int | None:

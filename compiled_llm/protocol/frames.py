@@ -45,34 +45,24 @@ class Frames(Generic[T]):
 
     def feed(self, data: bytes) -> Iterator[T]:
         """Take more bytes, and yield complete messages; after a FrameError the next frame cannot be found."""
-        self._buffer += data
-        while (frame := self._take()) is not None:
-            yield self._decode(frame)
-
-    def _take(self) -> bytes | None:
         buffer = self._buffer
-        if len(buffer) < _HEADER:
-            return None
-        end = _HEADER + self._checked(int.from_bytes(buffer[:_HEADER], "big"))
-        if len(buffer) < end:
-            return None
-        frame = bytes(buffer[_HEADER:end])
-        del buffer[:end]
-        return frame
-
-    def _checked(self, length: int) -> int:
-        if length > self._max_bytes:
-            raise FrameError(
-                f"a frame that says it has {length:,} bytes, and can have {self._max_bytes:,}; only clients of "
-                "compiled_llm are understood here"
-            )
-        return length
-
-    def _decode(self, frame: bytes) -> T:
-        try:
-            return self._decoder.decode(frame)
-        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
-            raise FrameError(f"a frame that is no message of the protocol: {error}") from error
+        buffer += data
+        while len(buffer) >= _HEADER:
+            length = int.from_bytes(buffer[:_HEADER], "big")
+            if length > self._max_bytes:
+                raise FrameError(
+                    f"a frame that says it has {length:,} bytes, and can have {self._max_bytes:,}; only clients of "
+                    "compiled_llm are understood here"
+                )
+            if len(buffer) < (end := _HEADER + length):
+                return
+            frame = bytes(buffer[_HEADER:end])
+            del buffer[:end]
+            try:
+                message = self._decoder.decode(frame)
+            except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
+                raise FrameError(f"a frame that is no message of the protocol: {error}") from error
+            yield message
 
     def check_complete(self) -> None:
         """Raise FrameError if the bytes have ended within a frame."""

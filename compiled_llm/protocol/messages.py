@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-VERSION = 5  # of the protocol. It is counted up whenever one side would misunderstand the other.
+VERSION = 6  # of the protocol. It is counted up whenever one side would misunderstand the other.
 
 Kind = Literal["invalid", "full", "unavailable", "failed"]
 """Why a request is refused or has failed: impossible, too many wait, the engine process takes none now, or an error."""
-
-Entry = tuple[int, float, int]  # a token, its log-probability and its rank
 
 # ---- from clients
 
@@ -44,10 +42,8 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
     priority: int = 0
     timeout: float | None = None  # seconds after which it ends with the tokens it has
     cache_salt: str | None = None  # only requests with an equal salt share its pages in the prefix cache
-    hidden_states: list[int] | None = None  # layers whose hidden states its answers have; None for none
-    emitted: list[str] | None = None  # names of what traced hooks emit that its answers have; None for nothing
     pictured: Pictured | None = None  # a prompt with pictures, in place of ``prompt``, which is empty
-    pooled: bool = False  # whether it has the vector of its last token in place of an answer
+    wanted: dict[str, Any] = {}  # what its answers have besides tokens, as ``Engine.submit`` is asked for it
 
 
 class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
@@ -202,8 +198,7 @@ class Update(Struct, array_like=True, frozen=True, gc=False):
     request: int
     index: int
     tokens: list[int]
-    # for each new token, its own entry and those of the most likely ones; None if not asked for
-    logprobs: list[list[Entry]] | None = None
+    columns: dict[str, Raw] | None = None  # what features give these tokens besides, by their names; None for nothing
     ended: Ended | None = None  # None while it runs
 
 
@@ -231,29 +226,13 @@ class PromptTokens(Struct, tag="prompt tokens", frozen=True):
     tokens: list[int]
 
 
-class PromptScores(Struct, tag="prompt scores", frozen=True):
-    """The log-probabilities of a prompt's next tokens, from the first that has some on; several come."""
-
-    request: int
-    logprobs: list[list[Entry]]
-
-
-class EmittedPiece(Struct, tag="emitted", frozen=True):
-    """A piece of what was emitted of an answer's tokens; several come, once all answers have ended."""
+class Piece(Struct, tag="piece", frozen=True):
+    """A piece of what a feature gives an answer, or its prompt, by itself; several come, before the summary."""
 
     request: int
     index: int
-    key: int | str  # the layer, as the request has named it, or the name that hooks emit
-    dtype: str  # torch's name
-    shape: list[int]  # the number of tokens, and what each has
-    numbers: bytes  # row by row, as the engine process's machine writes them
-
-
-class PooledVector(Struct, tag="pooled", frozen=True):
-    """The vector of a request's last token, float32 as the engine process's machine writes them; before its end."""
-
-    request: int
-    numbers: bytes
+    column: str  # the feature's name
+    data: Raw
 
 
 class Refused(Struct, tag="refused", frozen=True):
@@ -372,9 +351,7 @@ FromEngine = (
     | Ready
     | StepUpdates
     | PromptTokens
-    | PromptScores
-    | EmittedPiece
-    | PooledVector
+    | Piece
     | Refused
     | StatsReply
     | TokensReply

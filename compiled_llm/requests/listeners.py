@@ -150,9 +150,11 @@ def tell(several: Sequence[Listeners]) -> None:
         if listeners.threads:
             listeners.wake_threads()
     try:
-        _call_all(several, list(functions))
+        if functions:
+            _call_all(several, list(functions))
     finally:  # Ctrl-C in one of them leaves no task waiting
-        _tell_tasks(several, tasks)
+        if tasks:
+            _tell_tasks(several, tasks)
 
 
 def _call_all(several: Sequence[Listeners], functions: list[Callable[[], object]]) -> None:
@@ -172,13 +174,15 @@ def _call_all(several: Sequence[Listeners], functions: list[Callable[[], object]
 
 
 def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
-    if not tasks:
-        return
-    here = running_loop()  # it is awake, and to wake it takes two calls of the system
-    for loop in {loop for loop, _ in tasks}:
-        waiting = [task for task in tasks if task[0] is loop]
+    here, elsewhere = running_loop(), dict[asyncio.AbstractEventLoop, list[Task]]()
+    for task in tasks:
+        if task[0] is here:
+            task[1].set()
+        else:
+            elsewhere.setdefault(task[0], []).append(task)
+    for loop, waiting in elsewhere.items():
         try:
-            (loop.call_soon if loop is here else loop.call_soon_threadsafe)(_wake, waiting)
+            loop.call_soon_threadsafe(_wake, waiting)
         except Exception:  # the loop was closed meanwhile; no task waits there any more
             for listeners in several:
                 listeners.forget(waiting)

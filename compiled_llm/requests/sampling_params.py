@@ -266,6 +266,12 @@ class SamplingParams(SamplingNumbers):
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
+    def features(self) -> list[str]:
+        """The features that give its answers what it asks for besides tokens."""
+        given = ((getattr(self, name), feature) for name, feature in _FEATURES.items())
+        return sorted({feature for value, feature in given if value is not None and value is not False})
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return _strings(self.stop or ())
 
@@ -281,6 +287,13 @@ class SamplingParams(SamplingNumbers):
         if not holds:
             raise ValueError(f"SamplingParams: {name}={reprlib.repr(getattr(self, name))} {must}")
 
+
+_FEATURES = {
+    "logprobs": "logprobs",
+    "logprob_token_ids": "logprobs",
+    "prompt_logprobs": "logprobs",
+}
+"""Settings that ask for something besides tokens, and the features that give it."""
 
 SAMPLED_BY = number_fields(SamplingNumbers)
 """The numbers that the op of sampling is given, by name."""

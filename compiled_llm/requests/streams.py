@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from compiled_llm.requests.answer import Answer
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Logprob
-from compiled_llm.requests.pending_answer import PendingAnswer
 
 if TYPE_CHECKING:  # imports torch
     from compiled_llm.requests.text.answer_text import AnswerText
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class _AnswerStream(ABC, Generic[T]):
     """Parts of an answer as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
-    def __init__(self, answer: PendingAnswer, listeners: Listeners) -> None:
+    def __init__(self, answer: Answer, listeners: Listeners) -> None:
         self._answer = answer
         self._listeners = listeners
 
@@ -35,7 +35,7 @@ class _AnswerStream(ABC, Generic[T]):
         self._raise_error()
 
     def _wait(self, given: int) -> None:
-        self._listeners.wait_until(lambda: self._has_more(given) or self._has_ended())
+        self._listeners.wait_until(lambda: bool(self._parts(given)[0]) or self._has_ended())
 
     async def __aiter__(self) -> AsyncIterator[T]:
         given, over = 0, False
@@ -49,9 +49,6 @@ class _AnswerStream(ABC, Generic[T]):
                 if not (over or wakeup.is_set):
                     await wakeup.wait()
         self._raise_error()
-
-    @abstractmethod
-    def _has_more(self, given: int) -> bool: ...
 
     @abstractmethod
     def _has_ended(self) -> bool:
@@ -76,9 +73,6 @@ class Token(NamedTuple):
 class _TokensOfAnswer(_AnswerStream[T]):
     """A stream of as many parts as the answer has tokens."""
 
-    def _has_more(self, given: int) -> bool:
-        return self._answer.tokens > given
-
     def _has_ended(self) -> bool:
         return self._answer.done
 
@@ -87,7 +81,7 @@ class IdStream(_TokensOfAnswer[int]):
     """The ids of an answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
     def _parts(self, given: int) -> tuple[Sequence[int], int]:
-        ids = self._answer.tokens_behind(given)
+        ids = self._answer.tokens_after(given)
         return ids, given + len(ids)
 
 
@@ -95,8 +89,8 @@ class TokenStream(_TokensOfAnswer[Token]):
     """An answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
     def _parts(self, given: int) -> tuple[Sequence[Token], int]:
-        tokens = self._answer.tokens_behind(given)
-        entries = self._answer.logprobs_behind(given) if tokens else None
+        tokens = self._answer.tokens_after(given)
+        entries = self._answer.rows("logprobs", given, tokens) if tokens else None
         if entries is None:
             found = [Token(token, None) for token in tokens]
         else:
@@ -111,12 +105,9 @@ class TextStream(_AnswerStream[str]):
     the output.
     """
 
-    def __init__(self, answer: PendingAnswer, text: AnswerText, listeners: Listeners) -> None:
+    def __init__(self, answer: Answer, text: AnswerText, listeners: Listeners) -> None:
         super().__init__(answer, listeners)
         self._text = text
-
-    def _has_more(self, given: int) -> bool:
-        return self._text.shown > given
 
     def _has_ended(self) -> bool:
         return self._text.ended and self._answer.done  # the request too, so that its result is there

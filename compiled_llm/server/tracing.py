@@ -15,9 +15,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from compiled_llm.client.answer import RemoteAnswer
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.compat.own_version import OWN_VERSION
+from compiled_llm.requests.answer import Answer
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.server.http.api_error import of_exception
 from compiled_llm.server.openai.common.api_server import REQUEST_ID, SUBMITTED, Submitted
 
@@ -120,7 +120,7 @@ def _attributes(submitted: Submitted) -> Iterator[tuple[str, AttributeValue]]:
     yield "gen_ai.response.finish_reasons", [answer.finish_reason or "cancelled" for answer in answers]
 
 
-def _answers(handles: Sequence[RemoteHandle]) -> list[RemoteAnswer]:
+def _answers(handles: Sequence[RequestHandle]) -> list[Answer]:
     return [answer for handle in handles for answer in handle.answers]
 
 
@@ -144,7 +144,7 @@ def _tell_status(span: Span, status: int) -> None:
         span.set_status(StatusCode.ERROR)
 
 
-def _tell_error(span: Span, handles: Sequence[RemoteHandle]) -> None:
+def _tell_error(span: Span, handles: Sequence[RequestHandle]) -> None:
     """Tell why an answer has failed, perhaps in the midst of a stream, whose status was sent before."""
     errors = [*(handle.refused for handle in handles), *(answer.error for answer in _answers(handles))]
     error = next(filter(None, errors), None)

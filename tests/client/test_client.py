@@ -28,13 +28,12 @@ from compiled_llm.protocol.messages import (
     VERSION,
     AskStats,
     Cancel,
-    EmittedPiece,
     Ended,
     FromClient,
     Leaving,
+    Piece,
     Preparing,
     Problem,
-    PromptScores,
     Ready,
     Refused,
     StepUpdates,
@@ -43,6 +42,7 @@ from compiled_llm.protocol.messages import (
     Update,
     Welcome,
 )
+from compiled_llm.requests.columns import encoded
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.characters import character_tokenizer
@@ -207,9 +207,8 @@ def test_what_is_no_list_of_layers_or_names_is_refused_before_anything_is_sent(p
         with pytest.raises(ValueError, match=r"(hidden_states|emitted)=.*: give a list of (int|str), one at least"):
             client.submit([1], **wanted)
         client.submit([2], hidden_states=[-1], emitted=["a"])
-    assert [(message.prompt, message.hidden_states, message.emitted) for message in received[1:]] == [
-        ([2], [-1], ["a"])
-    ]
+    (sent,) = received[1:]
+    assert (sent.prompt, sent.wanted) == ([2], {"hidden_states": [-1], "emitted": ["a"]})
 
 
 def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
@@ -335,10 +334,10 @@ def test_a_client_that_is_closed_says_so(path: Path) -> None:
 def damaged(draw: random.Random) -> bytes:
     """What an engine process sends of two requests, with some bytes changed, or cut."""
     sent: list[Any] = [
-        StepUpdates([Update(1, 0, [5, 6]), Update(2, 1, [7], [[(7, -0.5, 1)]])]),
-        PromptScores(1, [[(3, -1.0, 1)]]),
+        StepUpdates([Update(1, 0, [5, 6]), Update(2, 1, [7], {"logprobs": encoded([{7: (-0.5, 1)}])})]),
+        Piece(1, 0, "logprobs", encoded((1, [{3: (-1.0, 1)}]))),
         StepUpdates([Update(1, 0, [8], None, Ended("stop", 8))], [Summary(1, 0, 0.1, 0.2, 0.3)]),
-        EmittedPiece(1, 0, -1, "float32", [1, 2], bytes(8)),
+        Piece(1, 0, "hidden_states", encoded((-1, "float32", [1, 2], bytes(8)))),
         Refused(2, "full", "too many"),
         Preparing("loading"),
         Leaving("told to end"),

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from compiled_llm_ops import backends
 from compiled_llm_ops.contracts import SCALED_DTYPES
 from compiled_llm_ops.reference.backend import Reference
 from support.docs.pages import CHECKOUT
+from support.features import Feature, python, taken_out
 from support.tiny_models import TINY, randomised, tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "progress": False}
@@ -135,7 +137,7 @@ def test_a_sampling_parameter() -> None:
 
 
 def test_a_tap_that_records_entropy() -> None:
-    tap = module_of(example("Entropy")).Entropy()
+    tap = module_of(example("Entropy(Tap)")).Entropy()
     model: Any = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS)
     loop = model.compiled.generate_loop()
     loop.admit([5, 9, 3], 4)
@@ -144,6 +146,72 @@ def test_a_tap_that_records_entropy() -> None:
             loop.step()
     loop.close()
     assert [tuple(own.shape) for own in tap.found] == [(1,)] * 4
+
+
+PLACES = {
+    "TAP = EntropyTap": "compiled_llm/engine/entropy.py",
+    "COLUMN = EntropyColumn": "compiled_llm/client/entropy.py",
+    "WRITERS = ": "compiled_llm/server/entropy/columns.py",
+}
+ASK = """
+import sys
+from pathlib import Path
+
+import torch
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams
+from compiled_llm.client import Client
+from support.server.engine_processes import engine_that_names_its_tokenizer
+from support.server.running_servers import chat_tokenizer, running_server
+from support.tiny_models import tiny_qwen3
+
+assert compiled_llm.__file__.startswith(sys.argv[1])
+plain = tiny_qwen3(eos_token_id=None, num_hidden_layers=1, vocab_size=380)
+prompt = [5, 6, 7]
+model = compiled_llm.wrap(plain, mode="eager", kv_memory="2000 tokens", max_batch_size=4, progress=False)
+with Engine(model, tokenizer=chat_tokenizer()) as engine, engine_that_names_its_tokenizer(engine) as process:
+    params = SamplingParams(max_tokens=6, temperature=0.0, entropy=True)
+    (without, found) = (each.outputs[0] for each in engine.generate([prompt, prompt], [SamplingParams(), params]))
+    assert without.entropies is None
+    with torch.no_grad():
+        logits = plain(torch.tensor([prompt + found.token_ids])).logits[0, 2:-1].float()
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(torch.tensor(found.entropies), expected, rtol=1e-4, atol=1e-4)
+    with Client(process.server._path) as client:
+        sent = client.generate([prompt], params)[0].outputs[0].entropies
+        torch.testing.assert_close(torch.tensor(sent), expected, rtol=1e-4, atol=1e-4)
+    with running_server(process.server._path) as server:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "temperature": 0, "seed": 1}
+        asked = {**body, "entropy": True}
+        (choice,) = server.post("/v1/chat/completions", **asked)["choices"]
+        chunks = [chunk["choices"][0] for chunk in server.events("/v1/chat/completions", **asked)]
+        streamed = [number for chunk in chunks for number in chunk.get("entropies", [])]
+        assert len(streamed) == 6
+        torch.testing.assert_close(torch.tensor(streamed), torch.tensor(choice["entropies"]), rtol=1e-4, atol=1e-4)
+        (choice,) = server.post("/v1/chat/completions", **body)["choices"]
+        assert choice.get("entropies") is None
+"""
+
+
+def test_a_number_of_each_token(tmp_path: Path) -> None:
+    """Three modules of its own, and four files that say its name, in a copy of the packages."""
+    parted = taken_out(Feature("", (), ()), tmp_path)
+    for word, file in PLACES.items():
+        path = parted.folder / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(example(word))
+    changed = re.findall(r"```diff\n(.+?)```", SECTION, re.DOTALL)[0].split("--- ")[1:]
+    assert len(changed) <= 4
+    for each in changed:
+        file, *lines = each.splitlines()
+        text = (parted.folder / file).read_text()
+        for before, new in zip(lines[::2], lines[1::2], strict=True):
+            assert text.count(f"{before[1:]}\n") == 1
+            text = text.replace(f"{before[1:]}\n", f"{before[1:]}\n{new[1:]}\n")
+        (parted.folder / file).write_text(text)
+    run = python(parted, "-c", ASK, str(parted.folder))
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_backend_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:

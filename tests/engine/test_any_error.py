@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.output_processor import OutputProcessor, _Work
+from compiled_llm.requests.handle import RequestHandle
 from support.engine.text_tokenizers import Numbers
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces
 from support.execution.failing_calls import fail_once

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from support.engine.text_tokenizers import byte_level, decode
 from support.engine.tiny_engines import greedy, tiny, wrapped
 from support.execution.forking import another_thread, forked, told_elsewhere

@@ -16,7 +16,7 @@ import compiled_llm
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.judged_answers import judged
 from support.engine.unread_launches import check_launched, launch_unread, paused_amid

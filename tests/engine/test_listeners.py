@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import Listeners, tell
+from support.engine.no_source import NoSource
 from support.engine.text_tokenizers import Numbers
 from support.engine.tiny_engines import PATIENCE, greedy
 
@@ -98,9 +99,9 @@ def test_who_waits_for_an_end_is_not_woken_for_each_token(model: PreTrainedModel
 def test_tokens_that_come_with_the_end_while_a_stream_reads_are_given(in_event_loop: bool) -> None:
     request = Request(prompt=np.array([5]), sampling=None, max_tokens=2, stop_token_ids=frozenset())
     request.add_run([7])
-    handle = RequestHandle([request], cancel=lambda _: None)
+    handle = RequestHandle([request], [5], NoSource())
     (answer,) = handle.answers
-    read = answer.tokens_behind
+    read = answer.tokens_after
 
     def reading(count: int) -> list[int]:
         found = read(count)
@@ -110,7 +111,7 @@ def test_tokens_that_come_with_the_end_while_a_stream_reads_are_given(in_event_l
             tell([handle.listeners])
         return found
 
-    answer.tokens_behind = reading  # type: ignore[method-assign]
+    answer.tokens_after = reading  # type: ignore[method-assign]
 
     async def in_loop() -> list[int]:
         return [token async for token in handle]

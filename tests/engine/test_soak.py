@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import compiled_llm
 from compiled_llm import Engine, RequestError, SamplingParams
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from support.engine.thread_search import ERRORS, Planted, Streamer
 from support.huggingface.vision import make, with_images
 from support.in_threads import start

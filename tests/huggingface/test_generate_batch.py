@@ -18,11 +18,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 import compiled_llm
 from compiled_llm.compat.continuous_batching import RequestState, processors_of
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.huggingface.batch import batch_settings
 from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import tell
+from support.engine.no_source import NoSource
 from support.execution.failing_calls import fail_once
 from support.parity import alone as tokens_alone, assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -300,7 +301,7 @@ def test_outputs_of_two_threads_come_in_order():
             seen.extend(len(output.generated_tokens) for output in outputs)
 
     engine = threading.Thread(target=finish)
-    handle = RequestHandle([request], cancel=lambda _: None)
+    handle = RequestHandle([request], [5], NoSource())
     request.tokens.append(7)
     router: Any = Router()
     BatchAnswers([RequestState("a", [5], streaming=True)], handle, router, ended=lambda: None).follow()

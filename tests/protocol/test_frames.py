@@ -17,7 +17,6 @@ from compiled_llm.protocol.messages import (
     Beat,
     Cancel,
     Embedding,
-    EmittedPiece,
     Ended,
     FromClient,
     FromEngine,
@@ -26,11 +25,10 @@ from compiled_llm.protocol.messages import (
     Leaving,
     PageCounts,
     Percentiles,
+    Piece,
     Pooled,
-    PooledVector,
     Preparing,
     Problem,
-    PromptScores,
     PromptTokens,
     Ranking,
     Ready,
@@ -44,6 +42,7 @@ from compiled_llm.protocol.messages import (
     Update,
     Welcome,
 )
+from compiled_llm.requests.columns import encoded
 
 LATENCY = Percentiles(0.5, 0.9)
 COUNTS = ("running", "waiting", "finished", "steps", "preemptions")
@@ -51,7 +50,7 @@ TOKENS = ("prompt_tokens", "cached_tokens", "new_tokens", "cold_starts")
 FROM_CLIENT: list[Struct] = [
     Hello(client="me"),
     Submit(1, [1, 2, 2**31], {"stop": ["\n"], "logit_bias": {3: -1.5}, "n": 2}, -1, 2.5, "salt"),
-    Submit(2, [], hidden_states=[0, -1], emitted=["norms"]),
+    Submit(2, [], wanted={"hidden_states": [0, -1], "emitted": ["norms"]}),
     Cancel(1),
     Cancel(1, 3),
     AskStats(4),
@@ -66,15 +65,11 @@ FROM_GENERATOR: list[Struct] = [
     Ready("model", 100, [1, 2], 1024, 256, "/folder", "model.gguf"),
     Ready("embedder", 100, [], 64, 8, pooled=Pooled(Embedding(8, prompts={"query": "Q: "}), Ranking((1, 2), {}))),
     Ready("classifier", 100, [], 64, 8, pooled=Pooled(labelling=Labelling(["no"], "sigmoid"), silent="no text")),
-    StepUpdates(
-        [Update(1, 0, [5]), Update(2, 1, [6, 7], [[(6, -0.5, 1)], [(7, -1.5, 3), (8, -0.1, 1)]], Ended("stop", "x"))]
-    ),
+    StepUpdates([Update(1, 0, [5]), Update(2, 1, [6, 7], {"numbers": encoded([0.5, [1, "a"]])}, Ended("stop", "x"))]),
     StepUpdates([Update(1, 0, [], None, Ended("error", None, "why"))], [Summary(1, 4, None, 0.5, 1.5)]),
     PromptTokens(1, [5, 6]),
-    PromptScores(1, [[(3, -0.5, 1)], [(4, -0.5, 2), (5, -0.25, 1)]]),
-    EmittedPiece(1, 0, -1, "float32", [1, 2], bytes(8)),
-    EmittedPiece(1, 1, "norms", "bfloat16", [0], b""),
-    PooledVector(1, bytes(8)),
+    Piece(1, 0, "a", encoded((1, [{3: (-0.5, 1)}]))),
+    Piece(1, 1, "b", encoded(bytes(8))),
     Refused(3, "full", "too many"),
     StatsReply(
         number=1,

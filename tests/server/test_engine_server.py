@@ -14,13 +14,15 @@ import torch
 
 import compiled_llm
 from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError
+from compiled_llm.engine import emitted
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.logprobs import request_logprobs
 from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, StepUpdates, Submit, Welcome
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
-from compiled_llm.server.engine_process import connection, stream
+from compiled_llm.server.engine_process import connection
 from support.engine.text_tokenizers import byte_level
 from support.execution.failing_calls import fail_once
 from support.server.engine_processes import PATIENCE, Bytes, Loop, engine_in_thread, until
@@ -132,8 +134,7 @@ def test_priorities_deadlines_and_salts_reach_the_engine(client: Client, engine:
     submitted, submit = [], engine.submit
     engine.submit = lambda *args, **options: submitted.append(options) or submit(*args, **options)  # type: ignore[method-assign]
     client.submit(PROMPT, settings(), priority=-2, timeout=50.0, cache_salt="me").result(PATIENCE)
-    nothing = {"hidden_states": None, "emitted": None, "pooled": False}
-    assert submitted == [{"priority": -2, "timeout": 50.0, "cache_salt": "me", **nothing}]
+    assert submitted == [{"priority": -2, "timeout": 50.0, "cache_salt": "me"}]
 
 
 def test_what_the_engine_refuses_raises_what_the_engine_does(client: Client, engine: Engine) -> None:
@@ -181,7 +182,7 @@ def test_a_fault_in_one_request_ends_that_alone(client: Client, engine: Engine, 
 
 
 def test_a_long_prompts_logprobs_come_in_parts(client: Client, engine: Engine, monkeypatch: Any) -> None:
-    monkeypatch.setattr(stream, "_SCORES_AT_ONCE", 7)
+    monkeypatch.setattr(request_logprobs, "_SENT_AT_ONCE", 7)
     prompts, params = [list(range(3, 3 + length)) for length in (1, 2, 7, 8, 60)], settings(prompt_logprobs=2, n=2)
     for ours, theirs in zip(client.generate(prompts, params), engine.generate(prompts, params), strict=True):
         assert_equal(ours, theirs)
@@ -193,7 +194,7 @@ def test_hidden_states_and_what_hooks_emit_come_in_parts(
     client: Client, engine: Engine, at_once: int, monkeypatch: Any
 ) -> None:
     """For each answer, of several dtypes, and bit by bit; others' requests get none."""
-    monkeypatch.setattr(stream, "_BYTES_AT_ONCE", at_once)
+    monkeypatch.setattr(emitted, "_SENT_AT_ONCE", at_once)
 
     def emit(module: Any, args: Any, output: Any, tokens: Any) -> None:
         tokens.emit("half", output.to(torch.bfloat16))

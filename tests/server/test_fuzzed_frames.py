@@ -44,7 +44,7 @@ HELLO = bytes(frame_of(Hello()))
     ("sent", "said"),
     [
         (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", "only clients of compiled_llm are understood here"),
-        (bytes(frame_of(Hello(version=7))), "the client speaks version 7 of the protocol, and this engine process 5"),
+        (bytes(frame_of(Hello(version=7))), "the client speaks version 7 of the protocol, and this engine process 6"),
         (bytes(frame_of(Submit(1, PROMPT))), "the first message is no hello"),
         (HELLO[:7], "a frame that was cut after 7 bytes"),
         (HELLO[:2], "a frame that was cut after 2 bytes"),

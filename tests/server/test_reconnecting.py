@@ -16,9 +16,9 @@ import pytest
 
 from compiled_llm.client import AsyncClient, Client, EngineDeadError, EngineProcessError, base
 from compiled_llm.client.base import BaseClient
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.session import ClientSession
 from compiled_llm.engine.engine import Engine
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
@@ -235,7 +235,7 @@ def test_other_event_loops_use_it_while_its_own_runs_and_connect_again_then(engi
 
 
 def test_who_waits_hears_that_the_event_loop_has_ended(engine_process: Loop, engine: Engine, path: Path) -> None:
-    async def use(client: AsyncClient) -> tuple[RemoteHandle, Future[RequestOutput], Any]:
+    async def use(client: AsyncClient) -> tuple[RequestHandle, Future[RequestOutput], Any]:
         handle = client.submit([1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True))
         waiting = others.submit(handle.result, PATIENCE)
         await anext(aiter(handle))

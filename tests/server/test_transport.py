@@ -66,7 +66,7 @@ def test_what_the_socket_does_not_take_goes_out_when_it_can_and_more_waits_until
     async def use(both: Both) -> None:
         both.due.frames = [b"a" * LARGE]
         in_thread("steps", both.transport.flush).join(PATIENCE)
-        assert both.transport.blocked
+        assert both.transport.rest
         both.due.frames = [b"b", b"c"]
         in_thread("steps", both.transport.flush).join(PATIENCE)
         assert both.due.frames == [b"b", b"c"]
@@ -95,7 +95,7 @@ def test_threads_that_flush_at_once_lose_nothing_and_mix_nothing() -> None:
         workers = [in_thread("steps", work) for _ in range(4)]
         while any(worker.is_alive() for worker in workers):
             await asyncio.sleep(0)
-        while both.transport.blocked or both.due.frames:
+        while both.transport.rest or both.due.frames:
             await asyncio.sleep(0)
         both.transport.close()
         assert (await reading).split(b",") == [*(b"%d" % number for number in range(8000)), b""]
@@ -135,10 +135,10 @@ def test_a_client_that_has_left_is_sent_nothing_and_nobody_waits_for_it() -> Non
     async def use(both: Both) -> None:
         both.due.frames = [b"a" * LARGE]
         both.transport.flush()
-        assert both.transport.blocked
+        assert both.transport.rest
         both.peer.close()
         await both.transport.taken()
-        assert not both.transport.blocked
+        assert not both.transport.rest
         both.due.frames = [b"more"]
         both.transport.flush()
         assert both.due.frames == [b"more"]

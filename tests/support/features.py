@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,7 +111,7 @@ FEATURES = {
         "emitted|hidden_states",
         (
             *("compiled_llm/execution/taps/emitted_steps.py", "compiled_llm/engine/emitted.py"),
-            "compiled_llm/huggingface/emitted.py",
+            *("compiled_llm/huggingface/emitted.py", "compiled_llm/client/emitted.py"),
         ),
         (
             "engine/outputs/test_engine_emitted.py",
@@ -120,7 +123,8 @@ FEATURES = {
     ),
     "log-probabilities": Feature(
         "logprob",
-        ("compiled_llm/engine/logprobs",),  # the op stays, which others may call
+        # The op stays, which others may call.
+        ("compiled_llm/engine/logprobs", "compiled_llm/client/logprobs.py", "compiled_llm/server/logprobs"),
         (
             "engine/outputs/test_forgetting_state.py",
             "engine/outputs/test_logprobs.py",
@@ -158,7 +162,7 @@ FEATURES = {
         "pooling|embed(?!d)|classif",
         (
             *("compiled_llm/compilation/pooling.py", "compiled_llm/engine/pooling", "compiled_llm/requests/pooling"),
-            *("compiled_llm/huggingface/pooling", "compiled_llm/server/pooling"),
+            *("compiled_llm/huggingface/pooling", "compiled_llm/server/pooling", "compiled_llm/client/pooling.py"),
         ),
         ("pooling",),
         line='compiled_llm/features.py: "pooling": ',
@@ -271,6 +275,19 @@ def taken_out(feature: Feature, folder: Path) -> Parted:
         if lines:
             leave_out(folder, lines, most)
     return Parted(folder, before - files_in(folder))
+
+
+def python(parted: Parted, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, which finds the copy first."""
+    path = os.pathsep.join(map(str, (parted.folder, CHECKOUT / "tests")))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        cwd=CHECKOUT / "tests",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def leave_out(folder: Path, lines: str, most: int | None) -> None:

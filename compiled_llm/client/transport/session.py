@@ -9,27 +9,28 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
+from compiled_llm.client.columns import column_of
 from compiled_llm.client.errors import EngineDeadError, EngineProcessError, refusal
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.messages import (
-    EmittedPiece,
     FromEngine,
     Leaving,
-    PooledVector,
+    Piece,
     Preparing,
     Problem,
-    PromptScores,
     PromptTokens,
     Ready,
     Refused,
     Reply,
     StatsReply,
     StepUpdates,
+    Summary,
     TextReply,
     TokensReply,
 )
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import Listeners, tell
+from compiled_llm.requests.outputs import Figures
 
 _PAUSE = 0.05  # seconds between two tries to connect
 
@@ -49,7 +50,7 @@ class ClientSession:
         self._said: str | None = None  # why the engine process ends
         self._numbers = itertools.count(1)
         self._changing = threading.Lock()
-        self._handles: dict[int, RemoteHandle] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._questions: dict[int, Reply | Exception | None] = {}  # and their answers
 
     @property
@@ -125,7 +126,7 @@ class ClientSession:
             raise EngineProcessError(f"the engine process is not ready ({self.doing}); wait_until_ready() waits for it")
         return self.ready
 
-    def expect(self, number: int, handle: RemoteHandle) -> None:
+    def expect(self, number: int, handle: RequestHandle) -> None:
         """Let a handle take what comes for a request, which is about to be sent; EngineDeadError if nothing will."""
         with self._changing:
             self.check()
@@ -154,32 +155,54 @@ class ClientSession:
     def take(self, messages: Iterable[FromEngine]) -> None:
         """Take messages, then wake the threads and tasks that wait for them."""
         self.heard += 1
-        changed: dict[RemoteHandle, None] = {}
+        changed: dict[RequestHandle, bool] = {}  # requests that have something new, and whether an answer has ended
+        told = []
         for message in messages:
-            changed.update(dict.fromkeys(self._taken(message)))
-        for handle in changed:
+            if isinstance(message, StepUpdates):
+                self._take_step(message, changed)
+            else:
+                told = [self.listeners]
+                changed |= dict.fromkeys(self._take_message(message), True)
+        for handle, has_ended in changed.items():
             if handle.has_text:
                 handle.read_text()
-        self._tell(changed)
+            told.append(handle.listeners)
+            if has_ended:
+                told.append(handle.end_listeners)
+        tell(told)
 
-    def _taken(self, message: FromEngine) -> Iterable[RemoteHandle]:
-        """Take one message, and return the requests that it says something of."""
+    def _take_step(self, step: StepUpdates, changed: dict[RequestHandle, bool]) -> None:
+        """Take the new tokens of requests, and note whose these are."""
+        for update in step.updates:
+            if (handle := self._handles.get(update.request)) is None:  # it was refused in the end
+                continue
+            record, ended = handle.requests[update.index], update.ended
+            if update.columns is not None:
+                for name, data in update.columns.items():
+                    column_of(record, name).take(data)
+            record.tokens.extend(update.tokens)
+            if ended is not None:
+                record.stop_reason = ended.stop_reason
+                record.error = None if ended.error is None else refusal(ended.kind, ended.error)
+                record.finish_reason = ended.finish_reason  # last: a thread that sees it finds the rest
+            changed[handle] = ended is not None or changed.get(handle, False)
+        for summary in step.summaries:
+            if (handle := self._handles.pop(summary.request, None)) is not None:
+                handle.finish(_figures(summary))
+                changed[handle] = True
+
+    def _take_message(self, message: FromEngine) -> Iterable[RequestHandle]:
+        """Take one message that is no step's, and return the requests that it says something of."""
         match message:
-            case StepUpdates():
-                return self._step(message)
             case PromptTokens() if (handle := self._handles.get(message.request)) is not None:
                 handle.prompt = message.tokens
-            case PromptScores() if (handle := self._handles.get(message.request)) is not None:
-                handle.take_prompt_scores(message.logprobs)
+            case Piece() if (handle := self._handles.get(message.request)) is not None:
+                column_of(handle.requests[message.index], message.column).take_piece(message.data)
                 return [handle]
-            case EmittedPiece() if (handle := self._handles.get(message.request)) is not None:
-                handle.take_piece(message)
-            case PooledVector() if (handle := self._handles.get(message.request)) is not None:
-                handle.take_vector(message.numbers)
             case Refused() if message.request in self._questions:
                 self._questions[message.request] = refusal(message.kind, message.message)
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:
-                handle.fail(refusal(message.kind, message.message))
+                _fail(handle, refusal(message.kind, message.message))
                 return [handle]
             case StatsReply() | TokensReply() | TextReply() if message.number in self._questions:
                 self._questions[message.number] = message
@@ -192,18 +215,6 @@ class ClientSession:
             case Leaving() | Problem():
                 self._said = message.message
         return []
-
-    def _step(self, step: StepUpdates) -> list[RemoteHandle]:
-        changed = []
-        for update in step.updates:
-            if (handle := self._handles.get(update.request)) is not None:  # none, if it was refused in the end
-                changed.append(handle)
-                handle.take(update)
-        for summary in step.summaries:
-            if (handle := self._handles.pop(summary.request, None)) is not None:
-                changed.append(handle)
-                handle.finish(summary)
-        return changed
 
     def connection_lost(self, error: EngineDeadError) -> None:
         """End all requests: nothing more comes."""
@@ -225,9 +236,26 @@ class ClientSession:
             handles = list(self._handles.values())
             self._handles.clear()
         for handle in handles:
-            handle.fail(error)
+            _fail(handle, error)
             handle.read_text()
-        self._tell(handles)
+        ended = [handle.listeners for handle in handles] + [handle.end_listeners for handle in handles]
+        tell([self.listeners, *ended])
 
-    def _tell(self, handles: Iterable[RemoteHandle]) -> None:
-        tell([self.listeners, *(listeners for handle in handles for listeners in handle.awaiting)])
+
+def _figures(summary: Summary) -> Figures:
+    return Figures(
+        cached_tokens=summary.cached_tokens,
+        queue_seconds=summary.queue_seconds,
+        first_token_seconds=summary.first_token_seconds,
+        seconds=summary.seconds,
+    )
+
+
+def _fail(handle: RequestHandle, error: Exception) -> None:
+    """End what has not ended: the engine process has ended the whole request, or nothing more comes of it."""
+    for record in handle.requests:
+        if not record.done:
+            record.error, record.finish_reason = error, "error"
+    seconds = time.monotonic() - handle.submitted
+    figures = Figures(cached_tokens=0, queue_seconds=None, first_token_seconds=None, seconds=seconds)
+    handle.finish(figures, refused=error)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from compiled_llm.commands.remote.answer import AnswerFigures
 
 if TYPE_CHECKING:
-    from compiled_llm.client.handle import RemoteHandle
-    from compiled_llm.engine.thread.handle import RequestHandle
+    from compiled_llm.requests.handle import RequestHandle
 
 
 class EngineAnswer:
     """The handle that ``submit`` of an engine or of a client returns, as an answer."""
 
-    def __init__(self, handle: RemoteHandle | RequestHandle) -> None:
+    def __init__(self, handle: RequestHandle) -> None:
         self._handle = handle
 
     def text(self) -> Iterable[str]:

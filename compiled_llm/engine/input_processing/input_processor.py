@@ -107,8 +107,7 @@ def requests_for(
     ends = stops if params.ignore_eos else stops | eos
     held = [None] * params.n if forms is None else forms.forms_of(params, eos, width)
     processors = tuple(map(Processor.of, params.logits_processors or ()))
-    scored = params.num_logprobs is not None or params.prompt_logprobs is not None
-    scores = needed("logprobs", "engine").TAP.asked(params=params) if scored else None
+    asked = [needed(name, "engine").TAP.asked(params=params) for name in params.features]
     requests: list[Request] = []
     samplings = {} if samplings is None else samplings
     if id(params) not in samplings:  # which keeps the settings
@@ -135,7 +134,7 @@ def requests_for(
             prefix_owner=requests[0] if requests and enter is None else None,
             submitted=now,
         )
-        for lets_have in filter(None, (enter, scores)):
+        for lets_have in filter(None, (enter, *asked)):
             lets_have(request)
         requests.append(request)
     return requests

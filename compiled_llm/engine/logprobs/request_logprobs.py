@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from msgspec import Raw
 from numpy.typing import NDArray
 
 from compiled_llm.engine.logprobs.entries import Logprobs
@@ -19,7 +21,10 @@ from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.prefix_tree import PrefixTree
+from compiled_llm.requests.columns import ReadAnswer, encoded
 from compiled_llm.requests.sampling_params import SamplingParams
+
+_SENT_AT_ONCE = 256  # of a prompt's tokens: others wait for some milliseconds
 
 
 class RequestLogprobs(RequestPart):
@@ -40,22 +45,40 @@ class RequestLogprobs(RequestPart):
 
     # ---- read
 
-    def entries(self, tokens: Sequence[int], count: int = 0) -> Logprobs | None:
-        """Return the entries of ``tokens`` after the first ``count``; None if they are not wanted."""
+    def rows(self, start: int, tokens: Sequence[int]) -> Logprobs | None:
         if self.most is None:
             return None
-        return Logprobs(self.scored, tokens, self.most if self.named is None else self.named, count)
+        return Logprobs(self.scored, tokens, self.most if self.named is None else self.named, start)
 
-    def entries_of_prompt(self) -> Logprobs | None:
-        """Return the entries of a prompt's tokens, as far as computed, the first ones None; None if not wanted."""
-        return self.scored_entries(without=len(self.request.prompt[: self.first]))
+    def completion(self, answer: ReadAnswer) -> Mapping[str, Any]:
+        return {"logprobs": self.rows(0, answer.tokens_after(0))}
 
-    def scored_entries(self, without: int = 0) -> Logprobs | None:
-        """Return the entries of a prompt's tokens from ``first`` on, after so many None, as ``entries_of_prompt``."""
+    def output(self) -> Mapping[str, Any]:
+        return {"prompt_logprobs": self.of_prompt(without=len(self.request.prompt[: self.first]))}
+
+    def of_prompt(self, without: int = 0) -> Logprobs | None:
+        """Return those of the prompt's tokens from ``first`` on, as far as computed, after so many None."""
         if self.prompt_most is None:
             return None
         tokens = self.request.prompt[self.first :].tolist()
         return Logprobs(self.prompt_scored, tokens, self.prompt_most, without=without)
+
+    # ---- sent
+
+    takes_long = True
+
+    def encoded_rows(self, start: int, tokens: Sequence[int]) -> Raw | None:
+        found = self.rows(start, tokens)
+        return None if found is None else encoded(found[:])
+
+    def pieces(self, answer: ReadAnswer) -> Iterator[Raw | None]:
+        """Yield those of the prompt, which are all there with the first token, with how many have none before them."""
+        while not (self.request.tokens or self.request.done):
+            yield None
+        if (found := self.of_prompt()) is not None:
+            without = len(self.request.prompt[: self.first])
+            for start in range(0, max(1, len(found)), _SENT_AT_ONCE):
+                yield encoded((without, found[start : start + _SENT_AT_ONCE]))
 
     # ---- computed
 

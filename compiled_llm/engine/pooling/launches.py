@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Raw
 from torch import Tensor
 
 from compiled_llm.compilation.inputs import Pooling
@@ -20,6 +21,7 @@ from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.columns import ReadAnswer, encoded
 
 
 class PooledLaunches(RunsApart):
@@ -63,6 +65,15 @@ class RequestPooled(RequestPart):
     def runs_apart(self, start: int) -> PooledLaunches:
         return self.launches
 
+    def completion(self, answer: ReadAnswer) -> Mapping[str, Any]:
+        return {"pooled": self.vector if answer.finish_reason == "length" else None}
+
+    def pieces(self, answer: ReadAnswer) -> Iterator[Raw | None]:
+        while not answer.done:
+            yield None
+        if (vector := self.completion(answer)["pooled"]) is not None:
+            yield encoded(vector.tobytes())
+
 
 class ArrivingVectors(NamedTuple):
     """The vectors of some requests on their way to the host."""
@@ -93,15 +104,6 @@ class PooledWatch(PlanTap):
 
 class PoolingTap(EngineTap):
     """The vectors of a loop's requests."""
-
-    @staticmethod
-    def asked(**asked: Any) -> Any:
-        """``launches`` say how prompts are pooled."""
-
-        def enter(request: Request) -> None:
-            request.parts[NAME] = RequestPooled(asked["launches"])
-
-        return enter
 
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
         pooled = any(isinstance(chunk.apart, PooledLaunches) for chunk in plan.extend)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.engine.pooling.launches import SCORES, STATES, PoolingTap
+from compiled_llm.engine.pooling.launches import NAME, SCORES, STATES, PoolingTap, RequestPooled
 from compiled_llm.engine.pooling.sentence_files import SentenceFiles
 from compiled_llm.engine.pooling.served import served as served_by
 from compiled_llm.engine.steps.request import Request
@@ -45,7 +45,11 @@ def settings_of(
         )
     if facts.stacks_hidden_states:
         raise ValueError("pooled=True: the last layer of this model has several hidden states of a token, stacked")
-    enter: Callable[[Request], None] = PoolingTap.asked(launches=SCORES if is_classifier(facts.model) else STATES)
+    launches = SCORES if is_classifier(facts.model) else STATES
+
+    def enter(request: Request) -> None:
+        request.parts[NAME] = RequestPooled(launches)
+
     return POOLED, enter
 
 

@@ -16,6 +16,7 @@ from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.token_log import Column, TokenLog
 from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.answer import AnswerRecord
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import FinishReason
 
@@ -32,52 +33,50 @@ _arrivals = itertools.count()
 
 
 @dataclass(eq=False, kw_only=True)
-class Request:
+class Request(AnswerRecord[RequestPart]):
     """One answer to one prompt."""
 
     prompt: NDArray[np.int64]  # ``[T]`` int64, at least one token, as the prefix cache knows it
     sampling: Sampling | None  # how its tokens are sampled; the most likely ones if None
     max_tokens: int  # with 0, the token that follows from its prompt is dropped
-    stop_token_ids: frozenset[int]
     stop_ids: frozenset[int] = frozenset()  # those of ``stop_token_ids`` that the user has named
     known_length: bool = False  # whether its answer has ``max_tokens`` tokens: nothing that it says ends it earlier
     priority: int = 0  # smaller ones run first
     deadline: float | None = None  # on ``time.monotonic``'s clock, when it ends with what it has; None for never
     salt: Hashable = None  # requests with equal ones may read each other's cached pages
     constraint: Constraint | None = None  # says on the host which tokens it may have next; None if nothing does
-    index: int = 0  # which of its prompt's answers it is
-    parts: dict[str, RequestPart] = field(default_factory=dict)  # what it asks for of features, by their names
-    listeners: Listeners | None = None  # to its tokens as they come
     prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)  # counts requests as they come
     row: Row | None = None  # its pages while it runs
-    # sampled and read, as far as somebody has asked for them; the others are in the log that has its column
-    _tokens: list[int] = field(default_factory=list, init=False)
+    # The log with those of its tokens that nobody has asked for since they were read.
     _column: Column | None = field(default=None, init=False)
     # of the prefix cache when it was last admitted; others may not begin with its pages in another one
     generation: int = 0
     # how many of its prompt's tokens came from the prefix cache when it first ran. submitted, admitted, first_token,
     # finished: when it came, first ran, got a token and ended, on ``time.monotonic``'s clock
     cached: int | None = None
-    finish_reason: FinishReason | None = None
-    error: BaseException | None = None
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None  # when its latest one was before it went on in its present group (``Latencies``)
     finished: float | None = None
+    listeners: Listeners | None = None  # to its tokens as they come
     preemptions: int = 0  # how often it lost its pages
     # after how many tokens of its text a launch ends, so that others can begin with the state there
     checkpoints: tuple[int, ...] = ()
     # All that is known of its text when it was last admitted; computed as far as the row is long.
     known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    @property
+    @property  # type: ignore[misc]  # of a log, until somebody asks: the dataclass only sets it, once
     def tokens(self) -> list[int]:
         """Sampled and read; any thread may ask."""
         if (column := self._column) is not None:
             column.read(self._tokens)
         return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: list[int]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._tokens = tokens
 
     def add_run(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Have more tokens, up to its end; return how many these are, and why it ends, if it does."""
@@ -87,8 +86,11 @@ class Request:
             if token == NOT_A_TOKEN:
                 return count, "error"
             tokens.append(token)
-            if token in self.stop_token_ids or len(tokens) == self.max_tokens:
-                return count + 1, "stop" if token in self.stop_token_ids else "length"
+            if token in self.stop_token_ids:
+                self.stop_reason = token if token in self.stop_ids else None
+                return count + 1, "stop"
+            if len(tokens) == self.max_tokens:
+                return count + 1, "length"
         return len(run), None
 
     def follow(self, log: TokenLog, place: int) -> None:
@@ -104,10 +106,6 @@ class Request:
     def expires(self) -> float:
         """When it ends with what it has, on ``time.monotonic``'s clock; ``inf`` for never."""
         return math.inf if self.deadline is None else self.deadline
-
-    @property
-    def done(self) -> bool:
-        return self.finish_reason is not None
 
     @property
     def ready(self) -> bool:

@@ -23,7 +23,6 @@ from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.gc_thresholds import gc_thresholds
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.joined_calls import JoinedCalls
 from compiled_llm.engine.thread.placed_loop import PlacedLoop
 from compiled_llm.engine.thread.request_table import RequestTable
@@ -33,6 +32,7 @@ from compiled_llm.engine.thread.step_lock import StepLock
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import FinishReason
 from compiled_llm.requests.users_code import described, failure_of
 

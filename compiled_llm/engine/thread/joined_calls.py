@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.threads.interrupts import check
+from compiled_llm.requests.handle import RequestHandle
 
 _LOOKING = 0.02
 """Seconds between two looks which calls run."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.arrivals import Arrivals
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.listeners import tell
 from compiled_llm.requests.users_code import described
 
@@ -35,16 +35,8 @@ class OutputProcessor:
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._work.close).atexit = False
 
-    def tell(self, awaited: Sequence[RequestHandle], ended: Sequence[RequestHandle | None]) -> None:
-        """Wake the listeners of requests that have got tokens, and of those that have ``ended``, once text is made."""
-        if texts := [handle for handle in awaited if handle.has_text]:
-            self.read(texts)
-        told = [handle.listeners for handle in awaited if not handle.has_text]
-        told += [handle.end_listeners for handle in ended if handle is not None and not handle.has_text]
-        tell(told)
-
     def read(self, handles: Iterable[RequestHandle]) -> None:
-        """Make the text of the tokens that have come; in this thread, if the engine is closed."""
+        """Make the text of the tokens that have come, and tell of it; in this thread, if the engine is closed."""
         if not self._work.add(handles):
             _read(handles, self._arrivals)
         elif not self._runs:

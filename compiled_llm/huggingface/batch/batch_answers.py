@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from compiled_llm.compat.continuous_batching import OutputRouter, RequestState, RequestStatus, note_times
-from compiled_llm.engine.answer import Answer
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.requests.answer import Answer
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.users_code import raise_interrupt
 
 logger = logging.getLogger("compiled_llm.generate")
@@ -112,11 +113,11 @@ def _brought_up(state: RequestState, answer: Answer) -> bool:
         note_times(state, count)
     if not (ended or (state.streaming and count > len(state.generated_tokens))):
         return False
-    state.generated_tokens = answer.tokens_behind(0)[:count]
+    state.generated_tokens = tokens = answer.tokens_after(0)[:count]
     known = len(state.logprobs)
-    scores = answer.logprobs_behind(known) or ()
-    state.logprobs.extend(next(iter(each.values())).logprob for each in scores[: count - known])
-    admitted = answer.request.admitted
+    scores = answer.rows("logprobs", known, tokens[known:]) or ()
+    state.logprobs.extend(next(iter(each.values())).logprob for each in scores)
+    admitted = cast(Request, answer.record).admitted
     if state.status == RequestStatus.PENDING and admitted is not None:
         state.status = RequestStatus.DECODING
         state.lifespan = (time.perf_counter() - (time.monotonic() - admitted), -1)

@@ -23,7 +23,6 @@ from compiled_llm.compat.continuous_batching import (
     with_children,
 )
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.batch_answers import BatchAnswers, deliver_failure
@@ -31,6 +30,7 @@ from compiled_llm.huggingface.batch.batch_settings import BatchSettings, end_tok
 from compiled_llm.huggingface.call.current_call import took
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import passed_over
+from compiled_llm.requests.handle import RequestHandle
 
 _ROWS = 256  # how many requests run at once if nothing says it, and ``generate`` has room for fewer than there are
 

@@ -9,12 +9,13 @@ from functools import partial
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.engine_thread import EngineThread
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.engine.thread.source import EngineSource
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.threads.interrupts import allowed, deferred
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.generate import Sequences, steps_with_callbacks
 from compiled_llm.huggingface.processors.grammar import grammar_of
+from compiled_llm.requests.handle import RequestHandle
 
 
 def engine_to_join(call: PagedCall) -> EngineThread | None:
@@ -49,7 +50,7 @@ def run_in_engine(engine_thread: EngineThread, call: PagedCall, settings: Sequen
     check_fits(call.model_runner, call.lengths, call.max_new, needed=0)
     sequences = Sequences(call)
     requests = _requests(call, sequences, settings)
-    handle = RequestHandle(requests, engine_thread.cancel, check=engine_thread.step_lock.check_elsewhere)
+    handle = EngineSource(engine_thread, call.runtime).handle(requests)
     with deferred(), engine_thread.joined.joined(handle) as may_join:
         if may_join:
             engine_thread.add([handle])

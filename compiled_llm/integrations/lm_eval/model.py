@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.huggingface.wrap import wrap
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.default_sampling import default_sampling
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SAMPLED_BY, SamplingParams
 

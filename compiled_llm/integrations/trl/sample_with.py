@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 
 from compiled_llm.compat.training.trl import check_trainer, sample_by
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.logprobs.entries import Logprobs
+from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
@@ -177,9 +177,10 @@ class AloneEach(Sequence[list[T]]):
         return AloneEach(found) if isinstance(index, slice) else [found]  # type: ignore[list-item,arg-type]
 
 
-def _sampled(logprobs: Sequence[Any] | None) -> list[float]:
+def _sampled(logprobs: Sequence[dict[int, Logprob]] | None) -> list[float]:
     """Return the log-probabilities of the tokens of an answer; none of one that ended before its first token."""
-    return logprobs.sampled() if isinstance(logprobs, Logprobs) else []
+    found: Any = logprobs  # an engine's knows them as numbers
+    return [] if found is None else list(found.sampled())
 
 
 _CHANGE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

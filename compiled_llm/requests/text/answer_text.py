@@ -72,8 +72,14 @@ class AnswerText:
         done = self._request.done  # looked at first: no token comes after the end
         for token in self._request.tokens[self.count :]:
             self.count += 1
-            if self._format.keeps_stop or token not in self._request.stop_token_ids:
-                self._add(self._detokenizer.add(token))
+            if not self._format.keeps_stop and token in self._request.stop_token_ids:
+                continue
+            piece = self._detokenizer.add(token)
+            if self._stops is None:
+                self.text += piece
+                self.shown = len(self.text)
+                continue
+            self._add(piece)
             if self.stop is not None:
                 return
         if done:

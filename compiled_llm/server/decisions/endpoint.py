@@ -11,11 +11,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.compat.decisions import DecisionsMissingError
 from compiled_llm.requests.decisions.decider import Decider, QuestionError
 from compiled_llm.requests.decisions.label_read import LabelRead
 from compiled_llm.requests.decisions.part import decisions_of
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import Decisions
 from compiled_llm.server.decisions.asked_questions import AskedQuestions
 from compiled_llm.server.decisions.request import DecisionsRequest, SystemOneRequest
@@ -88,7 +88,7 @@ async def _decided(
     answers = await api_server.submit(request, prompts, params, param, body, None)
     try:
         await answers.ended()
-        found = decisions_of(reads, map(RemoteHandle.output, answers.handles))
+        found = decisions_of(reads, map(RequestHandle.output, answers.handles))
         return await written(lambda: response(found, api_server.settings.names[0]), answers.characters)
     finally:
         answers.close()

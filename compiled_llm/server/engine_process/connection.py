@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -95,11 +95,12 @@ class ClientConnection:
 
     def wake(self) -> None:
         """Send what is new of its requests; if it does not read, that waits up to a limit."""
+        transport = self._transport
         if self._long:
-            self._transport.flush_soon()
+            transport.flush_soon()
         else:
-            self._transport.flush()
-        if self._transport.blocked and sum(stream.unsent for stream in self._streams()) > self._max_unsent:
+            transport.flush()
+        if transport.rest and sum(stream.unsent for stream in self._streams()) > self._max_unsent:
             self.end_all(f"the client has not read, and more than {self._max_unsent:,} tokens wait for it")
 
     def beat(self) -> None:
@@ -239,24 +240,26 @@ class ClientConnection:
             logger.error("compiled_llm: %s: the connection is closed", self._client, exc_info=error)
         self.close()
 
-    def _due(self) -> Iterator[bytearray]:
-        """Yield what is to be sent now: messages, then one frame for what is new of all requests."""
+    def _due(self) -> list[bytearray]:
+        """Return what is to be sent now: messages, then one frame for what is new of all requests."""
+        frames: list[bytearray] = []
         while self._messages:
-            yield frame_of(self._messages.popleft())
+            frames.append(frame_of(self._messages.popleft()))
         updates: list[Update] = []
         summaries: list[Summary] = []
         # A copy, at once: making a pair for each may collect garbage, and with that run a thread that changes it.
         for number, stream in self.streams.copy().items():
             updates += stream.updates()
-            if (part := stream.next_part()) is not None:
-                yield frame_of(part)
+            if stream.has_pieces and (piece := stream.next_piece()) is not None:
+                frames.append(frame_of(piece))
                 self._transport.flush_soon()  # for those that are left, after others had their turn
             elif stream.ended:
                 summaries.append(stream.summary())
                 self.streams.pop(number, None)
                 self._long.discard(number)
         if updates or summaries:
-            yield frame_of(StepUpdates(updates, summaries))
+            frames.append(frame_of(StepUpdates(updates, summaries)))
+        return frames
 
 
 def _checked(hello: FromClient) -> Hello:

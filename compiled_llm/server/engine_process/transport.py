@@ -27,25 +27,20 @@ class Transport:
         self._failed = failed
         self._sending = threading.Lock()
         self._wanted = self._over = False
-        self._rest = _NOTHING
+        self.rest = _NOTHING  # bytes that wait for the client to read; frames that are due meanwhile go out together
         self._taken = asyncio.Event()
-
-    @property
-    def blocked(self) -> bool:
-        """Whether bytes wait for the client to read; frames that are due meanwhile go out together."""
-        return bool(self._rest)
 
     @property
     def busy(self) -> bool:
         """Whether a frame is being sent, or waits; once this says no, all that were due before have been sent."""
-        return self._sending.locked() or self.blocked  # in this order: a thread that sends may leave a rest
+        return self._sending.locked() or bool(self.rest)  # in this order: a thread that sends may leave a rest
 
     def flush(self) -> None:
         self._wanted = True
         while self._wanted and self._sending.acquire(blocking=False):
             try:
                 self._wanted = False
-                if not (self._rest or self._over):
+                if not (self.rest or self._over):
                     self._send_due()
             finally:
                 self._sending.release()
@@ -57,9 +52,9 @@ class Transport:
     def close(self) -> None:
         """Send what is due, and nothing more, in the event loop; what the client does not take at once is dropped."""
         with self._sending:
-            if not (self._rest or self._over):
+            if not (self.rest or self._over):
                 self._send_due()
-            self._over, self._rest = True, _NOTHING
+            self._over, self.rest = True, _NOTHING
             if self._socket.fileno() >= 0:
                 self._loop.remove_writer(self._socket)
                 self._socket.close()
@@ -77,15 +72,15 @@ class Transport:
     def _sent(self, data: memoryview) -> bool:
         """Send as much as the socket takes, and keep the rest; return whether there is none."""
         try:
-            self._rest = data[self._socket.send(data) :]
+            self.rest = data[self._socket.send(data) :]
         except BlockingIOError:
-            self._rest = data
+            self.rest = data
         except OSError as error:
             self._fail(error)
-        return not self._rest
+        return not self.rest
 
     def _fail(self, error: Exception) -> None:
-        self._over, self._rest = True, _NOTHING
+        self._over, self.rest = True, _NOTHING
         self._call(self._failed, error)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
@@ -96,18 +91,18 @@ class Transport:
 
     async def taken(self) -> None:
         """Wait until the client has taken what was sent, or takes no more."""
-        while self._rest:
+        while self.rest:
             self._await_room()
             await self._taken.wait()
 
     def _await_room(self) -> None:
-        if self._rest:
+        if self.rest:
             self._taken.clear()
             self._loop.add_writer(self._socket, self._send_more)
 
     def _send_more(self) -> None:
         with self._sending:
-            if not self._sent(self._rest):
+            if not self._sent(self.rest):
                 return
             self._loop.remove_writer(self._socket)
         self._taken.set()

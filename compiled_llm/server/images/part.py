@@ -15,7 +15,7 @@ from compiled_llm.server.settings import ApiServerSettings
 
 if TYPE_CHECKING:
     from compiled_llm.engine.engine import Engine
-    from compiled_llm.engine.thread.handle import RequestHandle
+    from compiled_llm.requests.handle import RequestHandle
     from compiled_llm.server.images.processor import ServedProcessor
 
 

@@ -11,7 +11,7 @@ from compiled_llm.protocol.messages import Pictured
 from compiled_llm.requests.users_code import described
 
 if TYPE_CHECKING:  # imports Pillow
-    from compiled_llm.engine.thread.handle import RequestHandle
+    from compiled_llm.requests.handle import RequestHandle
     from compiled_llm.server.images.reader import ImageReader
 
 

@@ -14,8 +14,8 @@ from compiled_llm.compat.images.image_tokens import image_tokens
 from compiled_llm.engine.images.inputs import inputs_of_text
 from compiled_llm.engine.images.pictures import UnreadError
 from compiled_llm.engine.images.scaling import largest_size, oversized
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.protocol.messages import Pictured
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.server.defaults import MAX_REQUEST_PIXELS, MOST_IMAGE_PIXELS
 from compiled_llm.server.images.decoder_process import DecoderProcess
 from compiled_llm.server.images.deferred_image import DeferredImage

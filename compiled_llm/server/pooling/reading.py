@@ -8,8 +8,9 @@ from typing import NamedTuple, TypeVar
 
 from fastapi import Request
 
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Ranking
+from compiled_llm.requests.handle import RequestHandle
+from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.pooling.embeddings import POOLED
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import ApiError
@@ -36,8 +37,7 @@ async def vectors_of(
 ) -> PooledRead:
     """Return the vectors of prompts; ApiError, which names a field by its path, if one has none."""
     handles = await _answered(request, body, prompts, POOLED, pooled=True)
-    vectors = [handle.answers[0].received.pooled for handle in handles]
-    found = [_had(vector, handle, path) for vector, handle, path in zip(vectors, handles, paths, strict=True)]
+    found = [_had(_only(handle).pooled, handle, path) for handle, path in zip(handles, paths, strict=True)]
     return PooledRead(found, sum(map(len, prompts)))
 
 
@@ -52,17 +52,17 @@ async def scores_of(
     handles = await _answered(request, body, prompts, params)
     found: list[array[float]] = []
     for handle, path in zip(handles, paths, strict=True):
-        (place,) = _had(handle.answers[0].logprobs_behind(0) or None, handle, path)
+        (place,) = _had(_only(handle).logprobs or None, handle, path)
         found.append(array("f", [place[yes].logprob - place[no].logprob]))
     return PooledRead(found, sum(map(len, prompts)))
 
 
 async def _answered(
     request: Request, body: WaitingFields, prompts: Sequence[list[int]], params: SamplingParams, pooled: bool = False
-) -> list[RemoteHandle]:
+) -> list[RequestHandle]:
     """Answer prompts, at once as many as a request can ask for, and the others after them."""
     api_server = api_server_of(request)
-    handles, most = list[RemoteHandle](), api_server.settings.max_choices
+    handles, most = list[RequestHandle](), api_server.settings.max_choices
     for start in range(0, len(prompts), most):
         group = prompts[start : start + most]
         answers = await api_server.submit(request, group, params, "input", body, None, pooled=pooled)
@@ -74,7 +74,11 @@ async def _answered(
     return handles
 
 
-def _had(found: T | None, handle: RemoteHandle, path: str) -> T:
+def _only(handle: RequestHandle) -> Completion:
+    return handle.answers[0].completion()
+
+
+def _had(found: T | None, handle: RequestHandle, path: str) -> T:
     """Return what was found; ApiError if the request has ended before."""
     if found is None:
         raise ApiError(408, f"{path}: its time was over before it was read", path, handle.answers[0].finish_reason)

@@ -16,9 +16,8 @@ from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import (
     AskStats,
     Cancel,
-    EmittedPiece,
     FromEngine,
-    PromptScores,
+    Piece,
     Ready,
     Refused,
     StatsReply,
@@ -28,7 +27,7 @@ from compiled_llm.protocol.messages import (
     Update,
 )
 
-News = Update | Summary | PromptScores | EmittedPiece | Refused
+News = Update | Summary | Piece | Refused
 """An engine process's message about one request; a summary or a refusal is the last."""
 
 _PAUSE = 0.005
@@ -104,7 +103,7 @@ class Relay:
                         self._pass_on(update)
                     for summary in summaries:
                         self._pass_on(summary)
-                case PromptScores() | EmittedPiece() | Refused():
+                case Piece() | Refused():
                     self._pass_on(message)
                 case StatsReply(number=number) if (asked := self._asked.get(number)) is not None and not asked.done():
                     asked.set_result(message)
@@ -133,5 +132,5 @@ def _frames(news: Sequence[News]) -> bytes:
     """Return frames; a step comes last, since its summary is a request's last message."""
     updates = [entry for entry in news if isinstance(entry, Update)]
     summaries = [entry for entry in news if isinstance(entry, Summary)]
-    others = [frame_of(entry) for entry in news if isinstance(entry, (PromptScores, EmittedPiece, Refused))]
+    others = [frame_of(entry) for entry in news if isinstance(entry, (Piece, Refused))]
     return b"".join([*others, frame_of(StepUpdates(updates, summaries))])

@@ -17,9 +17,9 @@ from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.timing import late_launch
 from compiled_llm.engine.steps.timing.late_launch import LateLaunch
 from compiled_llm.engine.thread.arrivals import Arrivals, Changed
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from compiled_llm.execution.state.staging import Readback
+from compiled_llm.requests.handle import RequestHandle
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 
 

@@ -18,7 +18,7 @@ from compiled_llm.engine.grammars import compilers, compiling
 from compiled_llm.engine.grammars.compilers import Compilers
 from compiled_llm.engine.grammars.form import GrammarForm
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine import text_tokenizers

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.execution.lifecycle.runner_lifecycle import ModelRunnerLifecycle
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture

@@ -27,7 +27,7 @@ from compiled_llm.engine.input_processing.input_processor import end_tokens
 from compiled_llm.engine.logprobs.score_tokens import SampledDraws, processed, score_tokens
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.streams import Token

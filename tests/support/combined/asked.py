@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.wanted import wanted_of
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from support.combined.asked import Asked
 from support.combined.feature import Feature

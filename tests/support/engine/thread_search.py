@@ -26,8 +26,8 @@ from torch import Tensor
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
-from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.text_tokenizers import Numbers

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.handle import RequestHandle
 
 TURNS = 9
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from compiled_llm.client import Client, EngineProcessError
-from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.server.engine_processes import COMMAND, PATIENCE, started_engine_process, until
 from support.server.processes import children
@@ -107,7 +107,7 @@ class Served:
     count: int = 0
     url: str = ""
     streams: list[Stream] = field(default_factory=list)
-    handles: list[RemoteHandle] = field(default_factory=list)
+    handles: list[RequestHandle] = field(default_factory=list)
 
     @property
     def api_servers(self) -> list[int]:
@@ -132,7 +132,7 @@ class Served:
     def ends(self) -> tuple[list[str], list[str]]:
         """How its streams and the requests have ended: their last lines, and finish reasons or errors."""
 
-        def end(handle: RemoteHandle) -> str:
+        def end(handle: RequestHandle) -> str:
             try:
                 return handle.result(PATIENCE).finish_reason
             except EngineProcessError as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
 from compiled_llm.server.openai.common.prompt_response import PromptPlace
@@ -62,12 +62,22 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
-class ChatChoice(BaseModel):
+def _of_named_fields(schema: dict[str, Any]) -> None:
+    schema.pop("additionalProperties", None)
+
+
+class _Choice(BaseModel):
+    """A choice; columns may bring fields that are not named here."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=_of_named_fields)
+
+
+class ChatChoice(_Choice):
     """One of ``n`` answers."""
 
     index: int
     message: AssistantMessage
-    logprobs: ChatLogprobs | None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
@@ -123,7 +133,7 @@ class Delta(BaseModel):
     tool_calls: list[NewCall] | None = None
 
 
-class ChunkChoice(BaseModel):
+class ChunkChoice(_Choice):
     """The new part of one of ``n`` answers."""
 
     index: int
@@ -132,6 +142,11 @@ class ChunkChoice(BaseModel):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+
+    @classmethod
+    def of(cls, index: int, delta: Delta) -> Self:
+        """Return one that goes on; what a client looks for in each is set."""
+        return cls(index=index, delta=delta, logprobs=None, finish_reason=None)
 
 
 class ChatChunk(BaseModel):

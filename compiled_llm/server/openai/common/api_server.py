@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 
 from starlette.requests import Request
 
-from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.features import needed
 from compiled_llm.protocol.messages import Pictured, Ready
+from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import ApiError, invalid, not_served
 from compiled_llm.server.http.worker_thread import in_thread_if_long
@@ -35,7 +35,7 @@ class Submitted(NamedTuple):
 
     model: str
     params: SamplingParams
-    handles: Sequence[RemoteHandle]
+    handles: Sequence[RequestHandle]
     came: int
 
 
@@ -118,11 +118,11 @@ class ApiServer:
 
         given: Sequence[Sequence[int] | Pictured] = prompts if shown is None else [shown.pictured(text)]
 
-        def begun() -> list[RemoteHandle]:
+        def begun() -> list[RequestHandle]:
             _check(prompts, each, param, model.ready)
-            handles: list[RemoteHandle] = []
+            handles: list[RequestHandle] = []
             waiting: dict[str, Any] = {"priority": body.priority or 0, "timeout": timeout, "cache_salt": salt}
-            begin: Callable[..., RemoteHandle] = partial(model.client.submit, **waiting, pooled=pooled)
+            begin: Callable[..., RequestHandle] = partial(model.client.submit, **waiting, pooled=pooled)
             try:
                 handles += (begin(prompt, own) for prompt, own in zip(given, each, strict=True))
             except BaseException:
@@ -139,9 +139,7 @@ class ApiServer:
         request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], first, handles, came)
         return Answers(handles, request, first.include_stop_str_in_output, *limits, named)
 
-    async def shown(
-        self, given: Sequence[tuple[str, str]], model: Model, body: SamplingFields, prompt_logprobs: int | None = None
-    ) -> Shown | None:
+    async def shown(self, given: Sequence[tuple[str, str]], model: Model, body: SamplingFields) -> Shown | None:
         """Return a request's pictures, each given by the path of its field and where it is; None if there are none.
 
         Raises:
@@ -150,11 +148,8 @@ class ApiServer:
         if not given:
             return None
         images = needed("images", "server")
-        for name, value in (
-            ("prompt_logprobs", prompt_logprobs),
-            ("truncate_prompt_tokens", body.truncate_prompt_tokens),
-        ):
-            if value is not None:
+        for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(body, name, None) is not None:
                 raise invalid(f"{name}: is not served beside pictures; leave it out", name, "unsupported_value")
         files = await images.read(given, model.ready, self.settings)
         return Shown(files, [path for path, _ in given], self.settings.max_image_pixels)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from compiled_llm.client.handle import RemoteHandle
+from compiled_llm.requests.handle import RequestHandle
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -34,17 +34,12 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_so_far(handle: RemoteHandle, tokens: int) -> Usage:
-    """Return the tokens of one answer that goes on; ``tokens`` of it have come."""
-    return _usage([handle], tokens, 0)
+def usage_of(handles: Sequence[RequestHandle], reasoning: int = 0, so_far: int | None = None) -> Usage:
+    """Return the tokens of requests, ``reasoning`` of them to think; a prompt counts once.
 
-
-def usage_of(handles: Sequence[RemoteHandle], reasoning: int = 0) -> Usage:
-    """Return the tokens of requests that have ended, ``reasoning`` of them to think; a prompt counts once."""
-    return _usage(handles, sum(answer.tokens for handle in handles for answer in handle.answers), reasoning)
-
-
-def _usage(handles: Sequence[RemoteHandle], tokens: int, reasoning: int) -> Usage:
+    ``so_far`` are those that have come of one answer that goes on; otherwise the requests have ended.
+    """
+    tokens = sum(answer.tokens for handle in handles for answer in handle.answers) if so_far is None else so_far
     prompt = sum(len(handle.prompt) for handle in handles)
     cached = sum(handle.cached_tokens for handle in handles)
     return Usage(

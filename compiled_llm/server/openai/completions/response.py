@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
+from typing_extensions import Self
 
 from compiled_llm.server.openai.common.prompt_response import PromptPlace
 from compiled_llm.server.openai.common.usage import FinishReason, Usage
@@ -24,12 +25,17 @@ class CompletionChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[PromptPlace | None] | None = None
+
+    @classmethod
+    def of(cls, index: int, text: str, **others: Any) -> Self:
+        """Return one with the fields that a client looks for in each, and ``others``."""
+        return cls(**{"index": index, "text": text, "logprobs": None, "finish_reason": None, **others})
 
 
 class TextCompletion(BaseModel):

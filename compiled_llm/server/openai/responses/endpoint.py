@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from compiled_llm.requests.outputs import Completion
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
-from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of
+from compiled_llm.server.openai.chat.answer_parser import AnswerParser
 from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt
-from compiled_llm.server.openai.chat.reading import Reading
-from compiled_llm.server.openai.chat.response import TokenLogprob
 from compiled_llm.server.openai.common.answering import answered
-from compiled_llm.server.openai.common.answers import Answers, Choice, News
+from compiled_llm.server.openai.common.answers import AnswerDelta, Answers
 from compiled_llm.server.openai.common.api_server import api_server_of, new_id
+from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.events import named_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
-from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of, usage_of
+from compiled_llm.server.openai.common.usage import FinishReason, usage_of
 from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.responses.input import images_in
 from compiled_llm.server.openai.responses.output import Output
@@ -45,7 +43,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     given = [] if isinstance(body.input, str) else images_in(body.input)
     shown = await api_server.shown(given, model, body)
 
-    def prepared() -> tuple[ChatPrompt, list[int], SamplingParams, Form | None, Reading]:
+    def prepared() -> tuple[ChatPrompt, list[int], SamplingParams, Form | None, AnswerParser]:
         params = body.sampling(model.ready.sampling)
         for name in ("metadata", "text", "tools"):  # the response repeats them
             check_texts(body.model_dump(include={name}), name)
@@ -54,11 +52,11 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
         prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, shows, add_generation_prompt=True)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
         form = answer_form(body.form, prompt, body.max_blanks)
-        return prompt, tokens, with_form(params, form, prompt), form, Reading(prompt.reader(form))
+        return prompt, tokens, with_form(params, form, prompt), form, AnswerParser(prompt.reader(form))
 
-    prompt, tokens, params, form, reading = await in_thread_if_long(prepared, len(await request.body()))
+    prompt, tokens, params, form, parser = await in_thread_if_long(prepared, len(await request.body()))
     answers = await api_server.submit(request, [tokens], params, "input", body, form, shown, prompt.text)
-    writer = _ResponsesWriter(body, model, api_server.settings.names[0], params, answers, reading)
+    writer = _ResponsesWriter(body, model, api_server.settings.names[0], params, answers, parser)
     return await answered(writer, answers, bool(body.stream), end=b"")
 
 
@@ -72,56 +70,53 @@ class _ResponsesWriter:
         name: str,
         params: SamplingParams,
         answers: Answers,
-        reading: Reading,
+        parser: AnswerParser,
     ) -> None:
         self._body = body
         self._model = model
         self._answers = answers
         self._params = params
-        self._reading = reading
+        self._parser = parser
+        (self._handle,) = answers.handles
+        self._columns = column_writers("responses", body, TokenNames(model.token_bytes), self._handle)
         self._name = name
         self._id, self._created = new_id("resp"), int(time.time())
         self._output = Output(self._event)
         self._sent = 0
+        self._reason: FinishReason | None = None
 
-    def whole(self, completions: Sequence[Completion]) -> ResponseBody:
-        (completion,) = completions
-        places = None if completion.logprobs is None else entries_of(completion.logprobs)
-        reason = finish_reason_of(completion.finish_reason)
-        deque(self._news(News(completion.text or "", completion.token_ids, places, reason)), maxlen=0)
-        return self._ended(reason)
+    def whole(self, answers: Sequence[AnswerDelta]) -> ResponseBody:
+        (answer,) = answers
+        deque(self._new(answer), maxlen=0)
+        return self._ended()
 
-    def stream(self) -> AsyncIterator[list[bytes]]:
-        (choice,) = self._answers.choices()
+    def begin(self) -> None:
+        (self._choice,) = self._answers.choices()
         begun = self._response("in_progress").model_dump()
-        begins = [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
-        return self._events(choice, begins)
+        self._begins = [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
 
-    async def _events(self, choice: Choice, begins: list[bytes]) -> AsyncIterator[list[bytes]]:
-        yield begins
-        reason = None
-        async for _ in self._answers.changes():
-            if (news := choice.news()) is not None:
-                reason = news.finish_reason
-                yield list(self._news(news))
+    def first_events(self) -> list[bytes]:
+        return self._begins
+
+    def events(self) -> list[bytes]:
+        delta = self._choice.delta()
+        return [] if delta is None else list(self._new(delta))
+
+    async def last_events(self) -> list[bytes]:
+        response = await in_thread_if_long(self._ended, self._answers.characters)
+        return [self._event(f"response.{response.status}", response=response.model_dump())]
+
+    def _new(self, delta: AnswerDelta) -> Iterator[bytes]:
+        self._reason = delta.finish_reason
+        parts = self._parser.read(delta.text, delta.finish_reason)
+        yield from self._output.take(parts, merged(writer.of_tokens(delta) for writer in self._columns))
+        if delta.finish_reason is not None:
+            yield from self._output.end(_status(delta.finish_reason))
+
+    def _ended(self) -> ResponseBody:
+        reason = self._reason
         assert reason is not None, "an answer that has ended has a reason"
-        response = await in_thread_if_long(lambda: self._ended(reason), self._answers.characters)
-        yield [self._event(f"response.{response.status}", response=response.model_dump())]
-
-    def _news(self, news: News) -> Iterator[bytes]:
-        parts = self._reading.read(news.text, news.finish_reason)
-        yield from self._output.take(parts, self._logprobs(news.logprobs))
-        if news.finish_reason is not None:
-            yield from self._output.end(_status(news.finish_reason))
-
-    def _logprobs(self, places: Any) -> list[TokenLogprob]:
-        if not self._body.wants_logprobs:
-            return []
-        names = TokenNames(self._model.token_bytes)
-        return chat_logprobs(places or [], self._body.top_logprobs or 0, names).content or []
-
-    def _ended(self, reason: FinishReason) -> ResponseBody:
-        usage = usage_of(self._answers.handles, self._reading.reasoning_tokens(self._model.vocabulary))
+        usage = usage_of(self._answers.handles, self._parser.reasoning_tokens(self._model.vocabulary))
         return self._response(
             _status(reason),
             output=self._output.items,

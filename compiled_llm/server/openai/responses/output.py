@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 from compiled_llm.server.openai.chat.response import TokenLogprob
 from compiled_llm.server.openai.common.api_server import new_id
+from compiled_llm.server.openai.common.columns import Fields
 from compiled_llm.server.openai.parsing.answer_parts import CallPiece, Parts
 from compiled_llm.server.openai.responses.response import (
     FunctionCallItem,
@@ -36,8 +37,8 @@ class Output:
         self._open: Item | None = None
         self._logprobs: list[TokenLogprob] = []
 
-    def take(self, parts: Parts, logprobs: list[TokenLogprob]) -> Iterator[bytes]:
-        self._logprobs += logprobs
+    def take(self, parts: Parts, fields: Fields) -> Iterator[bytes]:
+        self._logprobs += fields.get("logprobs", [])
         if parts.reasoning:
             yield from self._think(parts.reasoning)
         if parts.content:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -15,8 +16,9 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
 from compiled_llm.client import EngineProcessError
-from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.protocol.messages import Update
+from compiled_llm.requests.answer import AnswerRecord
+from compiled_llm.requests.handle import RequestHandle
+from compiled_llm.requests.listeners import Wakeup
 from compiled_llm.server.http.api_error import ANSWERED, ApiError, respond
 from compiled_llm.server.http.body_route import BodyRoute, BodyRouteMiddleware, decoded
 from compiled_llm.server.http.body_values import MAX_VALUES, check_values
@@ -27,6 +29,7 @@ from compiled_llm.server.openai.common.answers import Answers
 from compiled_llm.server.openai.common.events import EventStream, TextEvent, event
 from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.completions.response import CompletionChoice, TextCompletion
+from support.engine.no_source import NoSource
 
 HEAD: dict[str, Any] = {"id": "an-id", "created": 7, "model": 'a "model"', "usage": None}
 NOTHING: dict[str, Any] = {"logprobs": None, "finish_reason": None}
@@ -107,20 +110,39 @@ def test_a_head_goes_out_with_the_beginning_of_its_body_or_soon() -> None:
     assert written("close") == ([], True)
 
 
+class Soon(Wakeup):
+    """Is set by whoever waits."""
+
+    def wait(self) -> asyncio.Future[None]:
+        self.set()
+        return super().wait()
+
+
 class Ending:
-    """Answers that end with the last but one of these events."""
+    """Answers that have ended at the third look, and a writer of their events."""
 
-    def __init__(self) -> None:
-        self.finished = self.closed = False
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.closed = False
+        self.events_left = [[b"one ", b"and "], [], [b"two, "]]
 
-    async def events(self, error: Exception | None = None) -> AsyncIterator[list[bytes]]:
-        yield [b"one ", b"and "]
-        yield []
-        self.finished = True
-        yield [b"two, "]
-        if error is not None:
-            raise error
-        yield [b"and usage, "]
+    @contextmanager
+    def listening(self) -> Iterator[Wakeup]:
+        yield Soon()
+
+    def have_ended(self) -> bool:
+        return len(self.events_left) == 1
+
+    def first_events(self) -> list[bytes]:
+        return [b"first, "]
+
+    def events(self) -> list[bytes]:
+        return self.events_left.pop(0)
+
+    async def last_events(self) -> list[bytes]:
+        if self.error is not None:
+            raise self.error
+        return [b"and usage, "]
 
     def close(self) -> None:
         self.closed = True
@@ -133,12 +155,12 @@ def test_all_that_follows_the_last_token_goes_out_together(error: Exception | No
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answers: Any = Ending()
-    stream = EventStream(answers.events(error), answers, b"end")
+    answers: Any = Ending(error)
+    stream = EventStream(answers, answers, b"end")
     asyncio.run(stream({"type": "http"}, cast(Any, None), send))
     last = b"two, and usage, end" if error is None else b'two, event: error\ndata: {"error":'
     start, first, end = sent
-    assert (start["type"], first["body"], first["more_body"]) == ("http.response.start", b"one and ", True)
+    assert (start["type"], first["body"], first["more_body"]) == ("http.response.start", b"first, one and ", True)
     assert end["body"].startswith(last)
     assert not end["more_body"]
     assert answers.closed
@@ -294,9 +316,8 @@ class Ready:
     def __init__(self) -> None:
         self.made = False
 
-    def stream(self) -> AsyncIterator[Iterable[bytes]]:
+    def begin(self) -> None:
         self.made = True
-        return cast(AsyncIterator[Iterable[bytes]], None)
 
 
 def test_a_stream_is_made_ready_while_the_first_token_is_waited_for() -> None:
@@ -325,9 +346,10 @@ def test_what_waits_for_the_first_token_leaves_nothing_to_be_closed() -> None:
 
     async def begin() -> None:
         sys.set_asyncgen_hooks(finalizer=left.append)
-        handle = RemoteHandle([1], 1, frozenset(), None, lambda index: None)
+        record: AnswerRecord[Any] = AnswerRecord(stop_token_ids=frozenset())
+        handle = RequestHandle([record], [1], NoSource(is_engine=False))
         answers = Answers([handle], cast(Any, Staying()), False, 10)
-        handle.take(Update(1, 0, [5]))
+        record.tokens.append(5)
         await answers.begun()
         assert handle.listeners.count == 0
         answers.close()

@@ -17,9 +17,10 @@ import openai
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.requests.outputs import Completion, RequestOutput
+from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.server.openai.completions.logprobs import CompletionScores
+from compiled_llm.server.logprobs.columns import CompletionColumn
+from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 from support.server.running_servers import RunningServer, chat_tokenizer
 from support.server.scripted import CALL, Script
@@ -194,8 +195,9 @@ def test_what_a_stream_has_left_to_say_of_no_token_has_no_log_probabilities(api_
 def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
     """Halves of characters read alike, and lm-eval takes the likeliest of these for the greedy one."""
     token_bytes: Any = {7: b"\xff", 8: b"\xff", 3: b"x"}.__getitem__
-    scores = CompletionScores(TokenNames(token_bytes))
-    (top,) = scores.written([[(7, -1.0, 1), (8, -3.0, 3), (3, -2.0, 2)]]).top_logprobs
+    handle: Any = None
+    column = CompletionColumn(CompletionRequest(prompt="", logprobs=2), TokenNames(token_bytes), handle)
+    (top,) = column.written([{7: Logprob(-1.0, 1), 8: Logprob(-3.0, 3), 3: Logprob(-2.0, 2)}]).top_logprobs
     assert top == {"\ufffd": -1.0, "x": -2.0}
 
 

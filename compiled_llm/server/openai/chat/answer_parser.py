@@ -1,4 +1,4 @@
-"""One answer of a chat as it is told: its parts as they come, and the facts at its end."""
+"""One answer of a chat, parsed: its parts as they come, and the facts at its end."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 
-class Reading:
-    """A reader of one answer, its thinking told or not, with the facts that its end depends on."""
+class AnswerParser:
+    """A parser of one answer, its thinking told or not, with the facts that its end depends on."""
 
     def __init__(self, reader: ParsedReader | None, tells_thoughts: bool = True) -> None:
-        self._reader = reader
+        self.reader = reader  # None if all is content
         self._tells_thoughts = tells_thoughts
         self._thoughts: list[str] = []
         self._numbers: dict[str, int] = {}  # of calls, by their ids
 
     def read(self, text: str, reason: FinishReason | None) -> Parts:
         """Return the parts of the next piece of text; it is the last one if there is a ``reason`` for the end."""
-        if self._reader is None:
+        if self.reader is None:
             return Parts(content=text)
-        parts = self._reader.read(text, finished=reason is not None, cut=reason == "length")
+        parts = self.reader.read(text, finished=reason is not None, cut=reason == "length")
         if parts.reasoning:
             self._thoughts.append(parts.reasoning)
         for piece in parts.pieces:

@@ -1,0 +1,1 @@
+"""Log-probabilities as endpoints write them: a part that can be taken out."""
