@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Generic, TypeVar, cast
+
+Part_co = TypeVar("Part_co", covariant=True)
 
 
 def _modules(*parts: str) -> list[str]:
@@ -23,7 +27,7 @@ FEATURES = {
     "packed": ["compiled_llm.model.packed.part"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "check_pages": ["compiled_llm.execution.taps.page_check"],
-    "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
+    "drafts": _modules("compilation.drafts", "engine.drafts.part", "huggingface.drafts"),
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],
     "pooling": _modules(*("compilation.pooling", "engine.pooling.part", "huggingface.pooling.classifiers"), _POOLED),
@@ -56,9 +60,39 @@ LATE_INPUTS = {("pixel_values",): "images", ("mm_encoder_outputs", "image"): "im
 """What inputs of a model have besides tokens, by names inside one another, and the features whose steps read it."""
 
 
-@cache
-def feature(name: str, room: str) -> Any:
+@dataclass(frozen=True)
+class Seam(Generic[Part_co]):
+    """Where others ask for the module that a feature has in a room: all that they know of it is a protocol."""
+
+    # The module says that it keeps to the protocol, for type checkers: ``checked: Protocol = this`` at its top.
+    name: str  # of the feature
+    room: str
+
+
+@dataclass(frozen=True)
+class Seams(Generic[Part_co]):
+    """Where others ask for all modules in a room that have an ``entry``; each keeps to the protocol."""
+
+    room: str
+    entry: str
+
+    def named(self, name: str) -> Seam[Part_co]:
+        return Seam(name, self.room)
+
+
+def feature(seam: Seam[Part_co]) -> Part_co | None:
     """Import the module of a feature in a room, and return it; None if the feature was taken out, or has none there."""
+    return cast("Part_co | None", _module(seam.name, seam.room))
+
+
+def features(seams: Seams[Part_co]) -> list[Part_co]:
+    """Import and return the modules of all features in a room, but for late ones, that have the entry."""
+    modules = [_module(name, seams.room) for name in FEATURES]
+    return [cast("Part_co", module) for module in modules if hasattr(module, seams.entry)]
+
+
+@cache
+def _module(name: str, room: str) -> ModuleType | None:
     modules = FEATURES.get(name, LATE_FEATURES.get(name, ()))
     here = (module for module in modules if module.split(".")[1] == room)
     return next(map(import_module, here), None)
@@ -69,10 +103,10 @@ def has(name: str) -> bool:
     return name in FEATURES or name in LATE_FEATURES
 
 
-def needed(name: str, room: str) -> Any:
+def needed(seam: Seam[Part_co]) -> Part_co:
     """Return the module of a feature in a room; ValueError if the feature was taken out."""
-    check_has(name, name)
-    return feature(name, room)
+    check_has(seam.name, seam.name)
+    return cast("Part_co", feature(seam))
 
 
 def check_has(name: str, asked: str) -> None:

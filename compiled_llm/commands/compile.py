@@ -21,6 +21,7 @@ from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.kept_programs import KEPT
 from compiled_llm.config import MAX_NUM_SEQS, WrapConfig
 from compiled_llm.features import feature
 
@@ -92,7 +93,7 @@ def compile_ahead(
             from compiled_llm.commands.loading.load import fetched, load
 
             loaded, tokenizer = load(fetched(source, not quiet), dtype.value, device.value, progress=not quiet)
-            kept = feature("kept programs", "compilation")
+            kept = feature(KEPT)
             with nullcontext() if kept is None else kept.recording(folder):
                 manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile, speculation)
             traced_again = {} if kept is None else kept.not_kept(folder)

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTabl
 from compiled_llm.compilation.steps import forward_of_prompts
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import Forward
+
+if TYPE_CHECKING:
+    from compiled_llm.compilation import pooling as this
+    from compiled_llm.compilation.program_list import ProgramsPart
+
+    checked: ProgramsPart = this
 
 POOLED_STATE, POOLED_SCORES = f"{POOLED} state", f"{POOLED} scores"
 """What a step wants: the last hidden state, as HuggingFace's models return it, or the scores of a classifier's head."""
@@ -52,7 +59,7 @@ def _pools(inputs: ProgramInputs, alone: bool) -> bool:
     return pools(inputs.wants) and isinstance(inputs, PrefillInputs) and inputs.alone is alone
 
 
-PROGRAMS = (
+PROGRAMS: Sequence[Program] = (
     Program(PREFILL, partial(_pools, alone=False), pooled_step, prefill_options, on_demand=True),
     Program(PREFILL_ALONE, partial(_pools, alone=True), pooled_step, prefill_options, on_demand=True),
 )

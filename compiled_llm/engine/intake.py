@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from compiled_llm.engine.input_processing.input_processor import TokenFacts, requests_for
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSampling
+from compiled_llm.engine.parts import IMAGES, EngineGrammars, GivenImages
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
@@ -30,7 +31,7 @@ class Intake:
     engine_thread: EngineThread
     tokenizer: Any
     processor: Any
-    grammars: Any  # None if structured outputs were taken out
+    grammars: EngineGrammars | None  # None if structured outputs were taken out
     own_ends: frozenset[int]  # tokens that end answers besides those of the model
     max_model_len: int | None
     max_queue: int | None
@@ -74,6 +75,7 @@ class Intake:
             for request in requests:
                 images.enter(request)
         if params.structured_outputs is not None:
+            assert self.grammars is not None, "settings of forms are made with the part alone"
             self.grammars.begin(requests, params.structured_outputs)
         if (constraint := requests[0].constraint) is not None and constraint.processors:
             names = ", ".join(processor.name for processor in constraint.processors)
@@ -88,14 +90,21 @@ class Intake:
             self.runtime.home.check,
         )
 
-    def _images(self, model_runner: ModelRunner, prompt: Prompt, params: SamplingParams, enter: Any, salt: Any) -> Any:
-        """Return the ``RequestImages`` of a prompt with pictures, and None of others."""
+    def _images(
+        self,
+        model_runner: ModelRunner,
+        prompt: Prompt,
+        params: SamplingParams,
+        enter: object,
+        salt: Hashable,
+    ) -> GivenImages | None:
+        """Return those of a prompt with images, and None of others."""
         if not shows_images(prompt):
             return None
         if enter is not None:
             raise ValueError("hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out")
-        images = needed("images", "engine").images_of(
-            *(prompt, self.processor, params, model_runner, salt, self.encoder_cache, self.images_in_steps)
+        images = needed(IMAGES).images_of(
+            prompt, self.processor, params, model_runner, salt, self.encoder_cache, self.images_in_steps
         )
         if images.slow is not None:
             self.runtime.counters.took_request(images.slow, "its pictures take longer")
@@ -106,4 +115,5 @@ class Intake:
         self.engine_thread.add(handles, self.max_queue)
         for handle in handles:
             if not handle.requests[0].ready:
+                assert self.grammars is not None, "only a grammar is waited for"
                 self.grammars.await_grammar(handle.requests)

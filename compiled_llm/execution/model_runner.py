@@ -34,6 +34,7 @@ from compiled_llm.execution.prefill.unpaged import Unpaged
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.state.runner_tap import RunnerTapPart
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
 from compiled_llm.execution.steps.dispatcher import Dispatcher
@@ -41,7 +42,7 @@ from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.features import feature
+from compiled_llm.features import Seam, needed
 from compiled_llm.kinds.scales import count_saturated, write_scales
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -52,6 +53,8 @@ from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import attention_geometries, matrix_bytes, max_positions_of, weights_of_a_layer
 from compiled_llm.model.weights.fused_weights import FusedWeights
 from compiled_llm_ops import build_sampling
+
+_CHECK_PAGES = Seam[RunnerTapPart]("check_pages", "execution")
 
 _NOTHING: Mapping[Row, Tensor] = {}
 
@@ -130,7 +133,7 @@ class ModelRunner:
         self.max_positions = max_positions_of(model)
         self._matrix_bytes, shapes = matrix_bytes(model), _shapes_of(facts, config, self.max_positions)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
-        taps = [feature("check_pages", "execution").TAP] if config.checks_pages else []
+        taps = [needed(_CHECK_PAGES).TAP] if config.checks_pages else []
         self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps)
         self.pool = self.state.pool
         self._token_bytes = sum(map(token_bytes, self.state.specs))

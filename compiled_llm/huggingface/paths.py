@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -16,7 +16,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import allowed, deferred
-from compiled_llm.features import feature
+from compiled_llm.features import Seam, feature
 from compiled_llm.huggingface.batch.joining import engine_to_join, run_in_engine
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.cache_choice import CacheChoice
@@ -88,9 +88,22 @@ def _overridden(choice: CacheChoice) -> Reason | None:
     return Reason("overrides", ", ".join(names)) if names else None
 
 
+class PromptLookupPart(Protocol):
+    """The part that guesses tokens."""
+
+    def drafting_of(self, call: PagedCall) -> Drafting | None:
+        """Return what makes the rounds of a call, or None if HuggingFace's loop serves it."""
+        ...
+
+    def as_sampled(self, call: PagedCall) -> PagedCall: ...
+
+
+_DRAFTS = Seam[PromptLookupPart]("drafts", "huggingface")
+
+
 def run_drafted_loop(call: PagedCall) -> Any:
     """Run the fast loop with the drafts that a call asks for; None if HuggingFace's loop is to run."""
-    if (drafts := feature("drafts", "huggingface")) is None or (drafting := drafts.drafting_of(call)) is None:
+    if (drafts := feature(_DRAFTS)) is None or (drafting := drafts.drafting_of(call)) is None:
         return None
     sampling = _sampling_in_graph(call)
     return None if sampling is None else run_our_loop(drafts.as_sampled(call), sampling, drafting)

@@ -16,6 +16,7 @@ from compiled_llm.compat.continuous_batching import forget_kept_manager, kept_ma
 from compiled_llm.compat.huggingface import warn_if_newer
 from compiled_llm.compat.torch.cudagraph_trees import prepare_cudagraph_trees
 from compiled_llm.compilation.artifacts.artifacts import rows_in
+from compiled_llm.compilation.kept_programs import KEPT
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.execution.threads.busy_cores import warn_of_spinning
@@ -98,7 +99,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()
     with leading_to_explain():
-        recorder, kept = LinearRecorder(), feature("kept programs", "compilation")
+        recorder, kept = LinearRecorder(), feature(KEPT)
         trial = None if kept is None or stand_ins is not None else kept.trial_of(tried, config)
         layers = layers_of(tried, config.layer_functions, recorder, None if trial is None else trial.layers)
     if stand_ins is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.features import needed
+from compiled_llm.features import Seam, needed
 from compiled_llm.huggingface.batch.continuous_batching import manager_for
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache_choice import CacheChoice
@@ -171,8 +171,7 @@ class WrappedModel:
     ) -> Any:
         original = super()._maybe_prepare_encoder_kwargs_for_generation  # type: ignore[misc]
         if is_huggingfaces(original) and (reader := reader_of(model_kwargs)) is not None:
-            part = needed(reader, "huggingface")
-            model_kwargs = part.encoded(cast(PreTrainedModel, self), self.compiled, model_kwargs)
+            model_kwargs = reader.encoded(cast(PreTrainedModel, self), self.compiled, model_kwargs)
         return original(inputs_tensor, model_kwargs, *args, **kwargs)
 
     def _prepare_cache_for_generation(
@@ -285,11 +284,32 @@ class WrappedModel:
 WrappedModel._sample.__signature__ = MethodSignature.of(WrappedModel._sample)  # type: ignore[attr-defined]
 
 
+class ClassifiersPart(Protocol):
+    """The part that runs classifiers."""
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise UnsupportedModelError, or ValueError, if a classifier cannot be run."""
+        ...
+
+    def scoring_class(self, base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """Return a subclass of a classifier's class that programs run."""
+        ...
+
+    def classify(self, base: Any, self_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        """Run a wrapped classifier's ``forward``."""
+        ...
+
+    def refuse_to_generate(self, model: Any, /, *args: Any, **kwargs: Any) -> Any: ...
+
+
+_CLASSIFIERS = Seam[ClassifiersPart]("pooling", "huggingface")
+
+
 def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the subclass of ``base`` that wrapped models have, always the same one."""
     # It carries the name of ``base``, so that whatever is written to a config names the model's own class.
     if base not in _classes:
-        run: Callable[..., Any] = needed("pooling", "huggingface").classify if is_classifier(base) else _run
+        run: Callable[..., Any] = needed(_CLASSIFIERS).classify if is_classifier(base) else _run
 
         @functools.wraps(base.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -333,7 +353,7 @@ def _run(base: type[PreTrainedModel], self: Any, args: tuple[Any, ...], kwargs: 
 def _generating(base: Any) -> dict[str, Any]:
     """Return the methods of generation of a wrapped class."""
     if is_classifier(base):
-        return {"generate": needed("pooling", "huggingface").refuse_to_generate}
+        return {"generate": needed(_CLASSIFIERS).refuse_to_generate}
     prepare: Any = base.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
@@ -353,10 +373,9 @@ def class_in_programs(model: PreTrainedModel, base: type[PreTrainedModel] | None
     base = base or type(model)
     if not is_classifier(base):
         return base
-    classifiers = needed("pooling", "huggingface")
+    classifiers = needed(_CLASSIFIERS)
     classifiers.check(model)
-    scoring: type[PreTrainedModel] = classifiers.scoring_class(base)
-    return scoring
+    return classifiers.scoring_class(base)
 
 
 def note_inner_calls(model: PreTrainedModel) -> None:

@@ -17,6 +17,7 @@ from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.engine.grammars.compilers import KEPT, Compilers, max_at_once
 from compiled_llm.engine.grammars.ends import ends_of
 from compiled_llm.engine.grammars.form import GrammarForm
+from compiled_llm.engine.grammars.forms.given import source_of
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, said
 from compiled_llm.engine.grammars.mask_writer import MaskWriter
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
@@ -92,7 +93,7 @@ class Grammars:
         assert params.structured_outputs is not None, "the answer has a form"
         others = params.stop_token_ids or ()
         form = GrammarForm(
-            source=params.structured_outputs.source,
+            source=source_of(params.structured_outputs),
             stops=ends_of(eos, others, vocabulary, self._tokenizer),
             vocabulary=vocabulary,
             writer=self._writer,

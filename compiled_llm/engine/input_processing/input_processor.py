@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSampling
-from compiled_llm.engine.steps.constraint import Constraint, Processor
+from compiled_llm.engine.parts import EngineGrammars
+from compiled_llm.engine.steps.constraint import AnswerForm, Constraint, Processor
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.taps import LOGPROBS
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.features import needed
 from compiled_llm.model.inputs import vocabulary_of
@@ -60,7 +62,7 @@ def requests_for(
     model: TokenFacts,
     model_runner: ModelRunner,
     tokenizer: Any,
-    grammars: Any = None,
+    grammars: EngineGrammars | None = None,
     *,
     max_model_len: int | None = None,
     priority: int = 0,
@@ -95,10 +97,13 @@ def requests_for(
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
     stops, eos, width = frozenset(params.stop_token_ids or ()), model.eos_token_ids, model.logits
     ends = stops if params.ignore_eos else stops | eos
-    forms = [None] * params.n if params.structured_outputs is None else grammars.forms_of(params, eos, width)
+    forms: Sequence[AnswerForm | None] = [None] * params.n
+    if params.structured_outputs is not None:
+        assert grammars is not None, "settings of forms are made with the part alone"
+        forms = grammars.forms_of(params, eos, width)
     processors = tuple(map(Processor.of, params.logits_processors or ()))
     scored = params.num_logprobs is not None or params.prompt_logprobs is not None
-    scores = needed("logprobs", "engine").TAP.asked(params=params) if scored else None
+    scores = needed(LOGPROBS).TAP.asked(params=params) if scored else None
     requests: list[Request] = []
     samplings = {} if samplings is None else samplings
     if id(params) not in samplings:  # which keeps the settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -61,3 +62,9 @@ class RunnerTap:
 
     def imported(self, rows: Sequence[Row], places: Sequence[int], ids: Sequence[NDArray[np.int64]]) -> None:
         """Note what was written to the ends of rows: tokens ``[T]`` of each, zeros if nobody knows them."""
+
+
+class RunnerTapPart(Protocol):
+    """A part that watches all steps of a model."""
+
+    TAP: type[RunnerTap]

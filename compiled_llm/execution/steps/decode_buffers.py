@@ -60,7 +60,7 @@ class DecodeBuffers:
         self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states, taps=taps)
         self._views: dict[StepKey, DecodeInputs] = {}
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._sharing: Any = None if state.sharing is None else state.sharing.tables(state)
+        self._sharing = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
         # what steps draft with that feed in guesses, by their ``StepKey.wants``
         self.drafts: dict[tuple[str, ...], Callable[[StepKey], Any]] = {}
@@ -144,6 +144,7 @@ class DecodeBuffers:
         if self._plain and self._graph_manager.programs.interpreted and not is_profiling():  # a profile names ops
             inputs = inputs._replace(shares_places=True)
         if step.shares:
+            assert self._sharing is not None, "steps share pages"
             return inputs._replace(shared=self._sharing.of(step))
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of(step))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,12 @@ from compiled_llm.kvcache.table import build_table
 from compiled_llm_ops import check_pages
 from compiled_llm_ops.attention.check_pages import PageFault, chain_after, chain_before, fault_of
 from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, FAULT_ROW_BITS, NO_FAULT
+
+if TYPE_CHECKING:
+    from compiled_llm.execution.state.runner_tap import RunnerTapPart
+    from compiled_llm.execution.taps import page_check as this
+
+    checked: RunnerTapPart = this
 
 logger = logging.getLogger("compiled_llm.pages")
 
@@ -252,4 +258,4 @@ def chain_with(chain: int, ids: NDArray[np.int64], first: int) -> int | None:
     return CHAIN_KNOWN + chain_after(ids, first, chain - CHAIN_KNOWN)
 
 
-TAP = PageCheck
+TAP: type[RunnerTap] = PageCheck

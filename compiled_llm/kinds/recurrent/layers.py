@@ -37,7 +37,7 @@ from compiled_llm.kinds.rows import NO_ENTRY, StateRows
 from compiled_llm.kinds.spec import StateSpec
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
 
-OPS = (
+OPS: Sequence[Sequence[torch._ops.OpOverload]] = (
     (torch.ops.compiled_llm.gated_delta_rule.default, torch.ops.compiled_llm.selective_scan.default),
     (torch.ops.compiled_llm.causal_conv1d.default,),  # of layers that have nothing else; most others have it, too
 )
@@ -223,6 +223,10 @@ class StateProbe(RecurrentStates):
     def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
         states = torch.zeros(len(self.rows.read), heads, size, width, dtype=torch.float32, device=device)
         return self.memory.setdefault((self._state, "recurrent"), states)
+
+
+def state_probe(tokens: int, device: torch.device) -> StateProbe:
+    return StateProbe.of_one_row(tokens, device)
 
 
 def has_states(model: nn.Module) -> bool:

@@ -34,6 +34,7 @@ from compiled_llm.protocol.messages import (
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import GrammarsMissingError, StructuredOutputsParams
+from compiled_llm.server.parts import SERVED_IMAGES
 
 K = TypeVar("K", int, str)
 
@@ -84,8 +85,7 @@ def _submitted(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable
     }
     if submit.pictured is None:
         return engine.submit(submit.prompt, params, **waiting)
-    submitted: Callable[..., RequestHandle] = needed("images", "server").submitted
-    return submitted(engine, submit.pictured, params, max_tokens, wanted, **waiting)
+    return needed(SERVED_IMAGES).submitted(engine, submit.pictured, params, max_tokens, wanted, **waiting)
 
 
 def _params(plain: dict[str, Any]) -> SamplingParams:

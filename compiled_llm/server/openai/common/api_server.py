@@ -21,6 +21,7 @@ from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
 from compiled_llm.server.openai.fields.sampling import SamplingFields, WaitingFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.parts import SERVED_IMAGES
 from compiled_llm.server.settings import ApiServerSettings
 
 _MAX_ENTRIES = 2**18  # log-probabilities of prompts that a request can ask for; each takes hundreds of bytes
@@ -149,7 +150,7 @@ class ApiServer:
         """
         if not given:
             return None
-        images = needed("images", "server")
+        images = needed(SERVED_IMAGES)
         for name, value in (
             ("prompt_logprobs", prompt_logprobs),
             ("truncate_prompt_tokens", body.truncate_prompt_tokens),
