@@ -26,6 +26,8 @@ from compiled_llm.config import MAX_NUM_SEQS, WrapConfig
 from compiled_llm.features import feature
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from compiled_llm.compilation.artifacts.manifest import Manifest
 
 _PREPARED = "What it is compiled for"
@@ -126,7 +128,7 @@ def _tell(manifest: Manifest, target: Path, traced_again: Mapping[str, str]) -> 
 def compiled_into(
     folder: Path,
     loaded: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     options: dict[str, Any],
     max_num_seqs: int,
     sizes: list[int],

@@ -76,7 +76,7 @@ class ManagerParts(ContinuousBatchingManager):
         reason: str | None = self.background_thread_status.can_accept_new_requests()
         return reason
 
-    def start_thread(self, finish: Any) -> None:
+    def start_thread(self, finish: object) -> None:
         """Start a thread that waits for ``ask_to_stop``, and then runs ``finish``."""
         self.background_thread_status.clear()
         self.hard_stop = False

@@ -198,7 +198,7 @@ class Engine:
         """
         return self._answered(prompts, params, hidden_states, emitted, pooled)
 
-    def decide(self, state: Any, questions: Mapping[str, Any], *, cache_salt: Hashable = None) -> Decisions:
+    def decide(self, state: object, questions: Mapping[str, Any], *, cache_salt: Hashable = None) -> Decisions:
         """Answer typed questions about a state, as ``transformers.pipeline("decision")`` does, and wait for all.
 
         Each is a prompt of its own, after which the log-probabilities of its options' labels are read; what prompts
@@ -567,7 +567,9 @@ def _fitting(settings: LoopSettings, runtime: Runtime) -> LoopSettings:
     return settings._replace(mixed=mixed, speculation=speculation)
 
 
-def _grammars_of(engine_thread: EngineThread, tokenizer: Any, worker: Any, timeout: float) -> EngineGrammars | None:
+def _grammars_of(
+    engine_thread: EngineThread, tokenizer: object, worker: object, timeout: float
+) -> EngineGrammars | None:
     """Return the grammars of an engine; None if structured outputs were taken out."""
     part = feature(GRAMMARS)
     arrive, end = engine_thread.request_table.paused_requests.arrive, engine_thread.cancel

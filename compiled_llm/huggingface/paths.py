@@ -101,7 +101,7 @@ class PromptLookupPart(Protocol):
 _DRAFTS = Seam[PromptLookupPart]("drafts", "huggingface")
 
 
-def run_drafted_loop(call: PagedCall) -> Any:
+def run_drafted_loop(call: PagedCall) -> object:
     """Run the fast loop with the drafts that a call asks for; None if HuggingFace's loop is to run."""
     if (drafts := feature(_DRAFTS)) is None or (drafting := drafts.drafting_of(call)) is None:
         return None
@@ -111,7 +111,7 @@ def run_drafted_loop(call: PagedCall) -> Any:
 
 def run_our_loop(
     call: PagedCall, sampling: Sequence[Sampling | None] | None = None, drafting: Drafting | None = None
-) -> Any:
+) -> object:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
     sequences = None  # a call that has left an engine goes on with its seeds and tokens
     engine_thread = engine_to_join(call)
@@ -138,7 +138,7 @@ def run_our_loop(
         return _with_original(call, processed_loop(call, twins))
 
 
-def _with_original(call: PagedCall, result: Any) -> Any:
+def _with_original(call: PagedCall, result: object) -> object:
     """Return a result with HuggingFace's cache, filled, in place of the pages that stood in for it."""
     if not (isinstance(call.cache, StandIn) and call.cache.returned):
         return result
@@ -157,7 +157,7 @@ def _sampling_in_graph(call: PagedCall) -> Sequence[Sampling | None] | None:
 
 def run_huggingfaces_loop(
     original: Callable[..., Any], arguments: LoopArguments, call: PagedCall | None, reason: Reason | None = None
-) -> Any:
+) -> object:
     """Run HuggingFace's loop, over the compiled forward of ``call``, if any; ``reason``: why not the fast loop."""
     if call is None:
         return arguments.run(original)

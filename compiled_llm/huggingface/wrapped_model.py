@@ -63,7 +63,7 @@ class WrappedModel:
             return call(*args, **kwargs)
         return run_own_forward(functools.partial(call, *args, **kwargs), self.compiled, own)
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, *args: object, **kwargs: object) -> Any:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
         self.compiled.home.check()
@@ -106,7 +106,7 @@ class WrappedModel:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
-    ) -> Any:
+    ) -> object:
         """Return a manager for ``generate_batch``, over the engine if that can serve the configs."""
         self.compiled.home.check()
         model, original = cast(PreTrainedModel, self), super().init_continuous_batching  # type: ignore[misc]
@@ -115,7 +115,7 @@ class WrappedModel:
             model, self.compiled, original, generation_config, continuous_batching_config, workload_hints
         )
 
-    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any) -> Any:
+    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: object) -> object:
         original = super()._prepare_generation_config  # type: ignore[misc]
         if not is_huggingfaces(original):  # it may read anything
             return original(generation_config, **kwargs)
@@ -141,7 +141,7 @@ class WrappedModel:
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         original = super()._prepare_attention_mask_for_generation  # type: ignore[misc]
         pad, ids = generation_config.pad_token_id, inputs_tensor
         plain = is_huggingfaces(original) and ids.dim() == 2 and "input_ids" not in model_kwargs
@@ -154,7 +154,7 @@ class WrappedModel:
         copies().note(mask, torch.ones(ids.shape, dtype=torch.long, device="cpu"))
         return mask
 
-    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> object:
         original = super()._prepare_position_ids_for_generation  # type: ignore[misc]
         mask: Any = model_kwargs.get("attention_mask")
         plain = is_huggingfaces(original) and isinstance(mask, Tensor) and mask.dim() == 2
@@ -167,8 +167,8 @@ class WrappedModel:
         return positions
 
     def _maybe_prepare_encoder_kwargs_for_generation(
-        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: object, **kwargs: object
+    ) -> object:
         original = super()._maybe_prepare_encoder_kwargs_for_generation  # type: ignore[misc]
         if is_huggingfaces(original) and (reader := reader_of(model_kwargs)) is not None:
             model_kwargs = reader.encoded(cast(PreTrainedModel, self), self.compiled, model_kwargs)
@@ -181,7 +181,7 @@ class WrappedModel:
         generation_mode: GenerationMode,
         batch_size: int,
         max_cache_length: int,
-    ) -> Any:
+    ) -> object:
         model, argument = cast(PreTrainedModel, self), self.compiled.facts.generate_argument
         cache = model_kwargs.get(argument)
         if generation_config.use_cache is False and isinstance(cache, PagedCache):
@@ -232,7 +232,7 @@ class WrappedModel:
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
+        **model_kwargs: object,
     ) -> Any:
         arguments = LoopArguments(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
@@ -251,8 +251,8 @@ class WrappedModel:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         call = PagedCall.of(arguments, self.compiled, copies())
         return run_huggingfaces_loop(super()._beam_search, arguments, call)  # type: ignore[misc]
@@ -264,8 +264,8 @@ class WrappedModel:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         inputs_tensor: Tensor | None = None,  # named, or HuggingFace does not hand it over
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         kwargs["inputs_tensor"] = inputs_tensor
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         call = PagedCall.of(arguments, self.compiled, copies())
@@ -295,7 +295,9 @@ class ClassifiersPart(Protocol):
         """Return a subclass of a classifier's class that programs run."""
         ...
 
-    def classify(self, base: Any, self_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+    def classify(
+        self, base: type[PreTrainedModel], self_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> Any:
         """Run a wrapped classifier's ``forward``."""
         ...
 
@@ -318,7 +320,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         forward = taking_old_names(forward, base.forward)
         forward.__signature__ = MethodSignature.of(base.forward)  # type: ignore[attr-defined]
 
-        def reduce_ex(self: Any, protocol: int) -> Any:
+        def reduce_ex(self: Any, protocol: int) -> object:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             facts = self.compiled.facts
             return _blank, (base,), (state, facts.learnt, self.compiled.config, facts.groups_of_stand_ins)

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.apart.unwanted import UnwantedError
@@ -27,6 +27,7 @@ from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import xgrammar
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_THREADS = 16
 """One place of them is kept for grammars that begin: one that takes long there is put off, and begins again later."""
@@ -58,7 +59,7 @@ class Grammars:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         compilers: Compilers,
         timeout: float,
         arrive: Callable[[Sequence[Request]], None],

@@ -34,8 +34,8 @@ _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 
 def images_of(
-    prompt: Any,
-    processor: Any,
+    prompt: object,
+    processor: object,
     params: SamplingParams,
     model_runner: ModelRunner,
     salt: Hashable,

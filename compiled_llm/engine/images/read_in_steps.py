@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.execution.lifecycle.warmup import Report, quiet
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.facts import ModelFacts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _FAMILIES = frozenset(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"))
 
@@ -62,7 +65,7 @@ def _prepare_encoder(encoder: CompiledEncoder, facts: ModelFacts) -> None:
         encoder.prepare(model.model.visual)
 
 
-def _well_formed(encoder: PromptEncoder, config: Any) -> bool:
+def _well_formed(encoder: PromptEncoder, config: PretrainedConfig) -> bool:
     """Whether pixels and tokens of all pictures are as many as the model's config says."""
     if encoder.patches is None:
         return False

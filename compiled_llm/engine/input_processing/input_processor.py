@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from compiled_llm.features import needed
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
 from compiled_llm.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class QueueFullError(RuntimeError):
@@ -61,7 +64,7 @@ def requests_for(
     params: SamplingParams,
     model: TokenFacts,
     model_runner: ModelRunner,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     grammars: EngineGrammars | None = None,
     *,
     max_model_len: int | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
@@ -46,7 +46,7 @@ class EngineTap:
         self.model_runner, self.scheduler, self.logprobs_mode = model_runner, scheduler, logprobs_mode
 
     @staticmethod
-    def asked(**asked: Any) -> Callable[[Request], None]:
+    def asked(**asked: object) -> Callable[[Request], None]:
         """Check what a user asks for, and return what lets a request have it; ValueError if it cannot be had."""
         raise NotImplementedError
 

@@ -102,7 +102,7 @@ def _in_progress(runtime: CompiledModel) -> AbstractContextManager[None]:
 
 def _run_prefill(
     original: Any, self: Any, arguments: Mapping[str, Any], cache: PagedCache, prefill: PendingPrompt
-) -> Any:
+) -> object:
     """Run HuggingFace's own forward over a cache of its own, and read in the tokens that it leaves there."""
     with self.compiled.facts.attention.original():
         output = original(self, **{**arguments, self.compiled.facts.cache_argument: prefill.over})
@@ -124,7 +124,7 @@ def _run_prefill(
     return output
 
 
-def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> Any:
+def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> object:
     """Run the compiled forward over our cache; HuggingFace's own takes only one that ``generate`` has made."""
     runtime, call = self.compiled, current_call.get()
     check_ready(runtime.facts.version)
@@ -152,7 +152,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
         return original(self, **{**arguments, runtime.facts.cache_argument: cache.handed_over(self.config)})
 
 
-def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
+def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> object:
     """Run a user's forward, named ``own``, and count it unless it calls ours, which counts itself."""
     runtime.home.check()
     paths: list[str] = []
@@ -282,7 +282,7 @@ def _score(
     return torch.cat(logits), None if emitted[0] is None else emitted[0].joined(emitted)
 
 
-def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
+def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> object:
     per_row = name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") and len(value) == rows
     return value[start : start + count] if per_row else value
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from transformers import PreTrainedModel
 
@@ -22,7 +20,7 @@ def ready_of(
     model: PreTrainedModel,
     engine: Engine,
     name: str,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     location: str | None = None,
     gguf_file: str | None = None,
     chat_template: str | None = None,
@@ -63,7 +61,7 @@ def _reads_images(model: PreTrainedModel, engine: Engine) -> bool:
     return images is not None and images.reads_images(model, engine.processor)
 
 
-def _form_ends(model: TokenFacts, tokenizer: Any) -> list[int]:
+def _form_ends(model: TokenFacts, tokenizer: object) -> list[int]:
     grammars = feature(GRAMMARS)
     try:
         return sorted(grammars.ends_of(model.eos_token_ids, (), model.logits, tokenizer)) if grammars else []
@@ -78,5 +76,5 @@ def stats_of(engine: Engine, number: int, connections: int) -> StatsReply:
     return msgspec.convert({"number": number, "connections": connections, **values}, StatsReply)
 
 
-def _as_map(value: Any) -> Any:
+def _as_map(value: object) -> object:
     return value._asdict() if hasattr(value, "_asdict") else value

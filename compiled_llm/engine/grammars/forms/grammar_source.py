@@ -101,7 +101,7 @@ def said(error: Exception) -> str:
     return _PLACE.sub("", str(error)).strip()
 
 
-def _as_format(text: str) -> Any:
+def _as_format(text: str) -> object:
     """Return structural tags in the current form; as vLLM does, it accepts xgrammar's former one, too."""
     from xgrammar import StructuralTag, StructuralTagItem
 
@@ -121,7 +121,7 @@ def _as_format(text: str) -> Any:
     return _with_rules(former.model_dump(mode="json"))
 
 
-def _with_rules(part: Any) -> Any:
+def _with_rules(part: object) -> object:
     """Return a part of structural tags in which strings of JSON may have escapes."""
     if isinstance(part, list):
         return [_with_rules(each) for each in part]

@@ -149,7 +149,7 @@ class _ResponsesWriter:
             **{"output": [], **others},
         )
 
-    def _event(self, kind: str, **others: Any) -> bytes:
+    def _event(self, kind: str, **others: object) -> bytes:
         self._sent += 1
         return named_event(kind, {"type": kind, "sequence_number": self._sent - 1, **others})
 
