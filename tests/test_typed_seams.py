@@ -207,7 +207,7 @@ def conflicts(errors: str, module: str, protocol: str) -> int:
     if at is None:
         return 0
     notes = list(itertools.takewhile(lambda line: line.startswith("note: "), lines[at + 1 :]))
-    more = [int(found[1]) for line in notes if (found := re.search(r"<(\d+) more conflicting member", line))]
+    more = [int(found[1]) for line in notes if (found := re.search(r"<(\d+) more conflict", line))]
     shown = [line for line in notes if re.match(r"note:     Expected:$|note:     \w+: expected ", line)]
     return len(shown) + sum(more)
 
