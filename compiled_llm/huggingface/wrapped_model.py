@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -301,7 +301,7 @@ class ClassifiersPart(Protocol):
         """Run a wrapped classifier's ``forward``."""
         ...
 
-    def refuse_to_generate(self, model: Any, /, *args: Any, **kwargs: Any) -> Any: ...
+    def refuse_to_generate(self, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> NoReturn: ...
 
 
 _CLASSIFIERS = Seam[ClassifiersPart]("pooling", "huggingface")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -85,6 +85,6 @@ class _Scores(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=out.logits, **more)
 
 
-def refuse_to_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_to_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Say that classifiers do not generate."""
     raise UnsupportedModelError(f"generate: {type(self).__name__} scores texts, and writes none; call the model")
