@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Generic, TypeVar, cast
+
+Part_co = TypeVar("Part_co", covariant=True)
 
 
 def _modules(*parts: str) -> list[str]:
@@ -30,7 +33,7 @@ FEATURES = {
     "packed": ["compiled_llm.model.packed.part"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "chat page": _modules("server.chat_page.page"),
-    "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
+    "drafts": _modules("compilation.drafts", "engine.drafts.part", "huggingface.drafts"),
     "hidden_states": _modules("client.emitted", "engine.emitted", "huggingface.emitted"),
     "logprobs": _modules("client.logprobs", "engine.logprobs.tap", "server.logprobs.columns"),
     "pooling": _modules(*_POOLED),
@@ -65,16 +68,47 @@ LATE_INPUTS = {("pixel_values",): "images", ("mm_encoder_outputs", "image"): "im
 """What inputs of a model have besides tokens, by names inside one another, and the features whose steps read it."""
 
 
-@cache
-def modules_named(room: str, name: str) -> list[Any]:
-    """Import the modules by a name that features have in a room."""
-    every = itertools.chain.from_iterable(FEATURES.values())
-    return [import_module(path) for path in every if path.split(".")[1] == room and path.endswith(f".{name}")]
+@dataclass(frozen=True)
+class Seam(Generic[Part_co]):
+    """Where others ask for the module that a feature has in a room: all that they know of it is a protocol."""
+
+    # The module says that it keeps to the protocol, for type checkers: ``checked: Protocol = this`` at its top.
+    name: str  # of the feature
+    room: str
 
 
-@cache
-def feature(name: str, room: str) -> Any:
+@dataclass(frozen=True)
+class Seams(Generic[Part_co]):
+    """Where others ask for all modules in a room that have an ``entry``; each keeps to the protocol."""
+
+    room: str
+    entry: str
+    file: str = ""  # if not empty, no module of another name is imported
+
+    def named(self, name: str) -> Seam[Part_co]:
+        return Seam(name, self.room)
+
+
+def feature(seam: Seam[Part_co]) -> Part_co | None:
     """Import the module of a feature in a room, and return it; None if the feature was taken out, or has none there."""
+    return cast("Part_co | None", _module(seam.name, seam.room))
+
+
+def features(seams: Seams[Part_co]) -> list[Part_co]:
+    """Import and return the modules of all features in a room, but for late ones, that have the entry."""
+    return cast("list[Part_co]", _modules_with(seams.room, seams.entry, seams.file))
+
+
+@cache
+def _modules_with(room: str, entry: str, file: str) -> list[ModuleType | None]:
+    start, end = f"compiled_llm.{room}.", f".{file}" if file else ""
+    paths = {name: [path for path in paths if path.startswith(start)] for name, paths in FEATURES.items()}
+    modules = [_module(name, room) for name, own in paths.items() if any(path.endswith(end) for path in own)]
+    return [module for module in modules if hasattr(module, entry)]
+
+
+@cache
+def _module(name: str, room: str) -> ModuleType | None:
     modules = FEATURES.get(name, LATE_FEATURES.get(name, ()))
     here = (module for module in modules if module.split(".")[1] == room)
     return next(map(import_module, here), None)
@@ -85,10 +119,10 @@ def has(name: str) -> bool:
     return name in FEATURES or name in LATE_FEATURES
 
 
-def needed(name: str, room: str) -> Any:
+def needed(seam: Seam[Part_co]) -> Part_co:
     """Return the module of a feature in a room; ValueError if the feature was taken out."""
-    check_has(name, name)
-    return feature(name, room)
+    check_has(seam.name, seam.name)
+    return cast("Part_co", feature(seam))
 
 
 def check_has(name: str, asked: str) -> None:

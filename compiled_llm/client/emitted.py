@@ -14,6 +14,11 @@ from compiled_llm.requests.columns import ReadAnswer, ReceivedColumn
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from compiled_llm.client import emitted as this
+    from compiled_llm.client.columns import ColumnModule
+
+    checked: ColumnModule = this
+
 
 # The layer, as the request has named it, or the name that hooks emit; torch's name of the dtype; the number of tokens,
 # and what each has; row by row, as the engine process's machine writes them.
@@ -38,7 +43,7 @@ class EmittedColumn(ReceivedColumn):
         return {"hidden_states": layers or None, "emitted": named or None}
 
 
-COLUMN = EmittedColumn
+COLUMN: type[ReceivedColumn] = EmittedColumn
 
 
 def _joined(pieces: Sequence[_Piece]) -> Tensor:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 from msgspec.msgpack import Decoder
 
 from compiled_llm.requests.columns import ReadAnswer, ReceivedColumn
 from compiled_llm.requests.outputs import Logprob
+
+if TYPE_CHECKING:
+    from compiled_llm.client import logprobs as this
+    from compiled_llm.client.columns import ColumnModule
+
+    checked: ColumnModule = this
+
 
 Entries = dict[int, Logprob]
 """By token id: the token that stands there first."""
@@ -51,7 +58,7 @@ class LogprobsColumn(ReceivedColumn):
         return {"prompt_logprobs": self.of_prompt}
 
 
-COLUMN = LogprobsColumn
+COLUMN: type[ReceivedColumn] = LogprobsColumn
 
 
 def _entries(places: Sequence[Entries | None]) -> int:

@@ -7,13 +7,16 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from compiled_llm.protocol.messages import Pictured
 from compiled_llm.requests.prompts import check_texts, content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T", int, str)
 
@@ -27,7 +30,7 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
     return {name: _plain(name, value) for name, value in _given(params).items()}
 
 
-def _given(fields: Any) -> dict[str, Any]:
+def _given(fields: object) -> dict[str, Any]:
     kind: Any = type(fields)
     given = {}
     for name, default in _defaults(kind):
@@ -41,7 +44,7 @@ def _defaults(kind: Any) -> list[tuple[str, Any]]:
     return [(field.name, field.default) for field in dataclasses.fields(kind)]
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: object) -> object:
     if type(value) in (bool, float, str):
         return value
     try:
@@ -59,7 +62,7 @@ def _plain(name: str, value: Any) -> Any:
     return plain
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -67,7 +70,7 @@ def _number(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def plain_list(name: str, asked: Any, kind: type[T]) -> list[T] | None:
+def plain_list(name: str, asked: object, kind: type[T]) -> list[T] | None:
     """Return a list of numbers or names that can be sent; ValueError if the argument ``name`` is none."""
     if asked is None:
         return None
@@ -77,7 +80,7 @@ def plain_list(name: str, asked: Any, kind: type[T]) -> list[T] | None:
     return entries
 
 
-def pictured_of(prompt: Any) -> Pictured | None:
+def pictured_of(prompt: object) -> Pictured | None:
     """Return a prompt with pictures as it is sent; None for one without, ValueError if its pictures are no files."""
     if isinstance(prompt, Pictured) or not isinstance(prompt, Mapping):
         return prompt if isinstance(prompt, Pictured) else None
@@ -94,7 +97,7 @@ def pictured_of(prompt: Any) -> Pictured | None:
     return Pictured(text, images)
 
 
-def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+def token_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return a prompt's tokens, which the engine process checks; ValueError if it is none, or lacks a tokenizer."""
     if is_dictionary(prompt):
         return token_ids(content_of(prompt), tokenizer)
@@ -108,11 +111,11 @@ def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     return _ids(prompt)
 
 
-def _is_chat(prompt: Any) -> bool:
+def _is_chat(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _needed(tokenizer: Any, what: str) -> Any:
+def _needed(tokenizer: object, what: str) -> Any:
     if tokenizer is None:
         raise ValueError(f"prompt: {what} a tokenizer; give Client(path, tokenizer=...), or token ids")
     return tokenizer

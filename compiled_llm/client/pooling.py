@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 from msgspec.msgpack import Decoder
 
 from compiled_llm.requests.columns import ReadAnswer, ReceivedColumn
+
+if TYPE_CHECKING:
+    from compiled_llm.client import pooling as this
+    from compiled_llm.client.columns import ColumnModule
+
+    checked: ColumnModule = this
+
 
 _numbers = Decoder(bytes)
 
@@ -27,4 +34,4 @@ class PooledColumn(ReceivedColumn):
         return {"pooled": self._vector}
 
 
-COLUMN = PooledColumn
+COLUMN: type[ReceivedColumn] = PooledColumn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
@@ -18,7 +18,7 @@ from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.serve.api_server import api_server
 from compiled_llm.commands.serve.command import serve
 from compiled_llm.commands.serve.serve_command import ServeCommand
-from compiled_llm.features import LATE_FEATURES, feature
+from compiled_llm.features import LATE_FEATURES, Seams, feature
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -52,6 +52,16 @@ app.command(context_settings={"allow_extra_args": True})(client)
 app.command()(explain)
 app.add_typer(bench, name="bench")
 app.command()(doctor)
+
+
+class CommandsPart(Protocol):
+    """A part with commands."""
+
+    def register(self, app: typer.Typer) -> None: ...
+
+
+_COMMANDS = Seams[CommandsPart]("commands", "register")
+
 for name in LATE_FEATURES:
-    if (added := feature(name, "commands")) is not None:
+    if (added := feature(_COMMANDS.named(name))) is not None:
         added.register(app)

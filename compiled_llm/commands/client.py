@@ -114,7 +114,7 @@ def _begun(
         yield EngineAnswer(client.submit(prompt, SamplingParams(**with_defaults(given, ready.sampling))))
 
 
-def _prompt(text: str, chat: bool, system: str | None, ids: bool) -> Any:
+def _prompt(text: str, chat: bool, system: str | None, ids: bool) -> object:
     if ids:
         return _token_ids(text)
     return messages_of(text, system) if chat else text

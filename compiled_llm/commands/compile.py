@@ -21,10 +21,13 @@ from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, integers
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.kept_programs import KEPT
 from compiled_llm.config import MAX_NUM_SEQS, WrapConfig
 from compiled_llm.features import feature
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from compiled_llm.compilation.artifacts.manifest import Manifest
 
 _PREPARED = "What it is compiled for"
@@ -92,7 +95,7 @@ def compile_ahead(
             from compiled_llm.commands.loading.load import fetched, load
 
             loaded, tokenizer = load(fetched(source, not quiet), dtype.value, device.value, progress=not quiet)
-            kept = feature("kept programs", "compilation")
+            kept = feature(KEPT)
             with nullcontext() if kept is None else kept.recording(folder):
                 manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile, speculation)
             traced_again = {} if kept is None else kept.not_kept(folder)
@@ -125,7 +128,7 @@ def _tell(manifest: Manifest, target: Path, traced_again: Mapping[str, str]) -> 
 def compiled_into(
     folder: Path,
     loaded: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     options: dict[str, Any],
     max_num_seqs: int,
     sizes: list[int],

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
 from compiled_llm.commands.errors import readable_errors
+
+if TYPE_CHECKING:
+    from compiled_llm.commands import lm_eval as this
+    from compiled_llm.commands.app import CommandsPart
+
+    checked: CommandsPart = this
 
 NAME = "compiled_llm"
 MODEL = "compiled_llm.integrations.lm_eval.model:CompiledLM"

@@ -86,7 +86,7 @@ class ManagerParts(ContinuousBatchingManager):
     def cancel(self, request_id: str) -> None:
         """End a request, without any more output of it; its children go on, unless none has begun."""
 
-    def start_thread(self, finish: Any) -> None:
+    def start_thread(self, finish: object) -> None:
         """Start a thread that waits for ``ask_to_stop``, and then runs ``finish``."""
         self.background_thread_status.clear()
         self.hard_stop = False

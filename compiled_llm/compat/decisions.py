@@ -32,7 +32,7 @@ def decisions_of_transformers() -> Any:
         ) from None
 
 
-def _checked(module: Any) -> Any:
+def _checked(module: object) -> Any:
     for name in ("AddedToken", "DECISION_PROMPT", "MARK", "SPLIT", "Question", "label_token_ids"):
         getattr(module, name)
     return module
@@ -53,7 +53,7 @@ def variables_of(template: str) -> frozenset[str]:
     return frozenset(_get_template_variables(template))
 
 
-def written(template: str, **variables: Any) -> str:
+def written(template: str, **variables: object) -> str:
     """Return what a template writes of variables."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -89,16 +89,16 @@ def has_plain_gate(module: Any) -> bool:
     return type(module)._apply_gate is moe._default_apply_gate
 
 
-def activation_of(module: Any) -> str | None:
+def activation_of(module: nn.Module) -> str | None:
     """Return the name that the activation of experts has in ``compiled_llm_ops.fused_experts``; None if it has none."""
     return _CLASSES.get(type(module.act_fn)) or _FUNCTIONS.get(module.act_fn)
 
 
-def norms_answers(module: Any) -> bool:
+def norms_answers(module: object) -> bool:
     """Whether what an expert answers is normed before it is weighed."""
     return bool(getattr(module, "has_post_expert_norm", False))
 
 
-def is_parallel(module: Any) -> bool:
+def is_parallel(module: object) -> bool:
     """Whether processes share the experts of a layer."""
     return bool(getattr(module, "_is_expert_parallel", False))

@@ -317,7 +317,7 @@ def let_outputs_be_captured(model: nn.Module, standing: nn.Module) -> None:
             setattr(module, CAPTURING, True)
 
 
-def _is_capturing(forward: Any) -> bool:
+def _is_capturing(forward: object) -> bool:
     """Whether one of the decorators of a forward is HuggingFace's that captures outputs."""
     while forward is not None:
         if getattr(forward, "__globals__", None) is vars(output_capturing):
@@ -333,7 +333,7 @@ def indexed_layers() -> tuple[type, ...]:
     return tuple(layer for layer in found if layer is not None)
 
 
-def keeps_nothing(layer: Any) -> bool:
+def keeps_nothing(layer: object) -> bool:
     """Whether a layer of a cache has no memory, from 5.23 on: it reads another one's keys and values, or none."""
     nothing: type | None = getattr(cache_utils, "DummyLayer", None)
     return nothing is not None and isinstance(layer, nothing)
@@ -358,7 +358,7 @@ def columns_in(cache: Cache) -> int | None:
     return int(cache.get_seq_length())
 
 
-def keeps_state(layer: Any) -> bool:
+def keeps_state(layer: object) -> bool:
     """Return whether a layer of HuggingFace's cache keeps a state of each row."""
     state: type | None = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
     return state is not None and isinstance(layer, state)
@@ -372,7 +372,7 @@ def state_beside_keys(config: PretrainedConfig) -> tuple[int, str] | None:
     return next(((number, type(kept).__name__) for number, kept in both), None)
 
 
-def index_keys(layer: Any) -> Tensor | None:
+def index_keys(layer: object) -> Tensor | None:
     """Return the index keys ``[B, C, I]`` of such a layer; None if it has none."""
     of_blocks: Tensor | None = getattr(layer, "idx_keys", None)
     keys: Tensor | None = getattr(layer, "indexer_keys", None)

@@ -103,14 +103,14 @@ def reads_tokens_alone(criterion: object) -> bool:
     return known is not None and known.is_criterion
 
 
-def forward_called(forward: Any) -> Any:
+def forward_called(forward: object) -> object:
     """Return the forward that known ones stand around, which do nothing more in calls that ask for nothing more."""
     while (inner := _called_by(forward)) is not None:
         forward = inner
     return forward
 
 
-def caller_of_inside(forward: Any) -> str | None:
+def caller_of_inside(forward: object) -> str | None:
     """Return which of the known functions around a forward calls the module inside; None if none does."""
     while (inner := _called_by(forward)) is not None:
         known = _known(_function_of(forward))
@@ -126,17 +126,17 @@ def has_its_own_forward(kind: type) -> bool:
     return is_defined_in(owner.__module__, vars(owner)["forward"])
 
 
-def is_defined_in(module: str, function: Any) -> bool:
+def is_defined_in(module: str, function: object) -> bool:
     """Return whether a function or method was defined in a module; those around one copy its name, not its globals."""
     found = sys.modules.get(module)
     return found is not None and getattr(_function_of(function), "__globals__", None) is vars(found)
 
 
-def _function_of(forward: Any) -> Any:
+def _function_of(forward: object) -> object:
     return forward.__func__ if isinstance(forward, MethodType) else forward
 
 
-def _called_by(forward: Any) -> Any:
+def _called_by(forward: object) -> object:
     function = _function_of(forward)
     if not isinstance(function, FunctionType):
         # What accelerate's function holds: an object whose class has no other use.
@@ -149,7 +149,7 @@ def _called_by(forward: Any) -> Any:
     return None if isinstance(autocast, torch.autocast) and autocast._enabled else held[known.calls]
 
 
-def author_of(function: Any) -> str:
+def author_of(function: object) -> str:
     """Return which package put a function on a model, and the call that removes it; its own name if it has none."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 
-def backend_of(tokenizer: Any) -> Any:
+def backend_of(tokenizer: object) -> Any:
     """Return the ``tokenizers.Tokenizer`` that decodes for a tokenizer; None if it decodes in a way of its own."""
     if "transformers" not in sys.modules:  # whose tokenizer it could be
         return None
@@ -25,7 +25,7 @@ def backend_of(tokenizer: Any) -> Any:
     return tokenizer.backend_tokenizer if of_huggingface else None
 
 
-def cleans_up(tokenizer: Any) -> bool:
+def cleans_up(tokenizer: object) -> bool:
     """Whether ``decode`` of a tokenizer takes spaces away before punctuation, unless told otherwise."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False) or not hasattr(tokenizer, "clean_up_tokenization"):
         return False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def is_grammar(processor: Any) -> bool:
+def is_grammar(processor: object) -> bool:
     """Whether a logits processor is the one that xgrammar makes for HuggingFace, not one derived from it."""
     module = sys.modules.get("xgrammar.contrib.hf")  # it is imported if there is such a processor
     known = module is not None and type(processor) is getattr(module, "LogitsProcessor", None)

@@ -72,7 +72,7 @@ class Bounded:
         """Return whether compiled code has run here, so that its kernels are loaded and tuned."""
         return id(getattr(code, "__code__", None)) in self._ran
 
-    def compile(self, *arguments: Any) -> None:
+    def compile(self, *arguments: object) -> None:
         """Compile for these arguments, and run nothing; errors as those of a call."""
         if self._code_for(arguments) is None:
             self._check_falls_back()

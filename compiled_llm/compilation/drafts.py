@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ from compiled_llm_ops import (
     sample_tokens,
     write_texts,
 )
+
+if TYPE_CHECKING:
+    from compiled_llm.compilation import drafts as this
+    from compiled_llm.compilation.program_list import ProgramsPart
+
+    checked: ProgramsPart = this
 
 NEW_TOKENS = 2, 4, 8
 """How many tokens a row may feed in, its drafts and one more; each number has programs of its own."""
@@ -185,4 +191,4 @@ def _programs() -> Iterator[Program]:
             yield Program(name, serves, drafted_step, options, decodes=True, on_demand=True, ahead=_AHEAD)
 
 
-PROGRAMS = tuple(_programs())
+PROGRAMS: Sequence[Program] = tuple(_programs())

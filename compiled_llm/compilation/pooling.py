@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTabl
 from compiled_llm.compilation.steps import forward_of_prompts
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import Forward
+
+if TYPE_CHECKING:
+    from compiled_llm.compilation import pooling as this
+    from compiled_llm.compilation.program_list import ProgramsPart
+
+    checked: ProgramsPart = this
 
 
 def pooled_step(
@@ -53,7 +60,7 @@ def _program(name: str, pooling: Pooling, alone: bool) -> Program:
     return Program(with_outputs(name, (f"pooled {pooling}",)), serves, pooled_step, prefill_options, on_demand=True)
 
 
-PROGRAMS = (
+PROGRAMS: Sequence[Program] = (
     _program(PREFILL, "state", alone=False),
     _program(PREFILL_ALONE, "state", alone=True),
     _program(PREFILL, "scores", alone=False),

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from compiled_llm.compilation.inputs import DecodeInputs, ExtraTensors, OwnInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.options import decode_options, prefill_options
@@ -20,7 +21,7 @@ from compiled_llm.compilation.program import (
     with_outputs,
 )
 from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_step
-from compiled_llm.features import FEATURES, feature
+from compiled_llm.features import Seams, features
 
 DECODE_ONE, DECODE_MANY = "decode, batch 1", "decode, larger batches"
 UNPAGED = "forward without pages"
@@ -52,13 +53,14 @@ def _decode(name: str, one_row: bool, shared: bool = False) -> Program:
 _UNPAGED = Program(UNPAGED, _is_unpaged, unpaged_step, prefill_options, on_demand=True)
 
 
-def _of_parts() -> Iterator[Program]:
-    for name in FEATURES:
-        yield from getattr(feature(name, "compilation"), "PROGRAMS", ())
+class ProgramsPart(Protocol):
+    """A part with programs."""
+
+    PROGRAMS: Sequence[Program]
 
 
 PROGRAMS: tuple[Program, ...] = (
-    *_of_parts(),
+    *(program for part in features(Seams[ProgramsPart]("compilation", "PROGRAMS")) for program in part.PROGRAMS),
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
     Program(PREFILL_ALONE, partial(_reads_ids, alone=True), prefill_step, prefill_options, on_demand=True),
     _decode(DECODE_ONE, one_row=True),

@@ -40,6 +40,7 @@ from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.validity import Checks, Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
+from compiled_llm.compilation.kept_programs import KEPT, ProgramRecorder, ProgramTaker
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.append import PreparedInAppend
 from compiled_llm.compilation.passes.attention import PreparedInAttention
@@ -68,7 +69,6 @@ logger = logging.getLogger("compiled_llm.graphs")
 _LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one graph; one by one 18% slower
 
 
-_ROOM = "compilation"
 _SEARCHING = (PreparedInAppend, PreparedInAttention, NormedSums)  # the passes that count what they find
 
 
@@ -173,10 +173,10 @@ class Programs:
         self.eager = _runs_uncompiled(config) or config.eager_first_on(device.type)
         self._artifacts, self._compilers = artifacts, compilers
         traces = bool(self._hooks) or self.eager or config.mode in ("eager", "reduce-overhead")
-        kept = feature("kept programs", _ROOM) if self.keeps and not traces else None
+        kept = feature(KEPT) if self.keeps and not traces else None
         folder = None if artifacts is None else artifacts.folder
-        self._recorder: Any = None
-        self._taker: Any = None
+        self._recorder: ProgramRecorder | None = None
+        self._taker: ProgramTaker | None = None
         if kept is not None:
             self._recorder, self._taker = kept.of_model(facts, config, folder)
         if config.mode != "eager" and not self.eager:
@@ -407,8 +407,7 @@ class Programs:
     @property
     def kept(self) -> set[str]:
         """The names of programs that may run as they were kept."""
-        names: set[str] = set() if self._taker is None else self._taker.names
-        return names
+        return set() if self._taker is None else self._taker.names
 
     def ways(self) -> dict[str, str]:
         """Return where each program that has run comes from, as ``Stats.programs`` says."""

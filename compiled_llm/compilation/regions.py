@@ -56,7 +56,7 @@ class _Name(str):
     __repr__ = str.__str__
 
 
-def _describe_value(value: Any) -> str:
+def _describe_value(value: object) -> str:
     if not isinstance(value, Tensor):
         return f"{type(value).__name__} {value}"
     layout = f"{tuple(value.shape)} {tuple(value.stride())} {value.storage_offset()}"

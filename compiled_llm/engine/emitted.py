@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,12 @@ from compiled_llm.kvcache.memory import free_bytes
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.traced.hooks import TracedHooks
 from compiled_llm.requests.columns import ReadAnswer, encoded
+
+if TYPE_CHECKING:
+    from compiled_llm.engine import emitted as this
+    from compiled_llm.engine.steps.taps import TapPart
+
+    checked: TapPart = this
 
 _HOST = torch.device("cpu")
 
@@ -101,7 +107,7 @@ class EmittedTap(EngineTap):
         return (emitted for emitted in parts if emitted is not None)
 
 
-TAP = EmittedTap
+TAP: type[EngineTap] = EmittedTap
 
 
 class _Span(NamedTuple):

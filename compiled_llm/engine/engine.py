@@ -16,7 +16,7 @@ from compiled_llm.config import MAX_NUM_SEQS
 from compiled_llm.engine.admission.policies import AdmissionName
 from compiled_llm.engine.chunks.policies import MaxStep
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
-from compiled_llm.engine.engine_options import LogprobsMode, check_fits, check_options, is_count, speculation_of
+from compiled_llm.engine.engine_options import check_fits, check_options, is_count, speculation_of
 from compiled_llm.engine.input_processing.input_processor import (
     QueueFullError as QueueFullError,
     TokenFacts,
@@ -28,8 +28,10 @@ from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
+from compiled_llm.engine.parts import GRAMMARS, POOLING, EngineGrammars
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
 from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.steps.taps import LogprobsMode
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.wanted import wanted_of
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
@@ -38,6 +40,7 @@ from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import check_has, feature, needed
 from compiled_llm.kvcache.specs import token_numbers
+from compiled_llm.requests.deciding import DECISIONS, QuestionReader
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import Decisions, RequestOutput
 from compiled_llm.requests.prompts import with_params
@@ -143,7 +146,7 @@ class Engine:
         self._runtime.make_room(max_num_seqs)
         self._model = model
         self._tokenizer, self._processor = tokenizer, processor
-        self._decider: Any = None  # once questions are asked
+        self._decider: QuestionReader | None = None  # once questions are asked
         self._engine_thread = EngineThread(model, self._runtime, self._settings)
         self._grammars = _grammars_of(self._engine_thread, tokenizer, grammar_worker, float(grammar_timeout))
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
@@ -190,7 +193,7 @@ class Engine:
         """
         return self._answered(prompts, params, hidden_states, emitted, pooled)
 
-    def decide(self, state: Any, questions: Mapping[str, Any], *, cache_salt: Hashable = None) -> Decisions:
+    def decide(self, state: object, questions: Mapping[str, Any], *, cache_salt: Hashable = None) -> Decisions:
         """Answer typed questions about a state, as ``transformers.pipeline("decision")`` does, and wait for all.
 
         Each is a prompt of its own, after which the log-probabilities of its options' labels are read; what prompts
@@ -211,13 +214,12 @@ class Engine:
             ValueError: a question is impossible, labels are not distinct tokens, or a prompt is too long.
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
-        part = needed("decisions", "requests")
+        part = needed(DECISIONS)
         if self._decider is None:
             self._decider = part.decider_of(self._tokenizer, self._model.name_or_path)
         reads = self._decider.reads(state, questions)
         outputs = self._answered([read.prompt for read in reads], [read.params for read in reads], salt=cache_salt)
-        answers: Decisions = part.decisions_of(reads, outputs)
-        return answers
+        return part.decisions_of(reads, outputs)
 
     def _answered(
         self,
@@ -315,10 +317,7 @@ class Engine:
                 another argument, is impossible.
             RuntimeError: a text has no vector, which is cancelled or has failed; or as ``generate``.
         """
-        vectors: Tensor = needed("pooling", "engine").embed(
-            *(self, self._runtime.facts.model, texts, dimensions, prompt_name, pooling)
-        )
-        return vectors
+        return needed(POOLING).embed(self, self._runtime.facts.model, texts, dimensions, prompt_name, pooling)
 
     def classify(self, texts: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Tensor:
         """Return what a classifier's head says of texts, ``[N, labels]`` float32 on the CPU, as ``model(...).logits``.
@@ -327,8 +326,7 @@ class Engine:
             ValueError: the model has no head of a ``...ForSequenceClassification``, or a text is impossible.
             RuntimeError: as ``embed``.
         """
-        scores: Tensor = needed("pooling", "engine").classify(self, self._runtime.facts.model, texts)
-        return scores
+        return needed(POOLING).classify(self, self._runtime.facts.model, texts)
 
     def _checked_runner(self) -> ModelRunner:
         self._check_open()
@@ -372,6 +370,7 @@ class Engine:
             )
         if structured or (self._tokenizer is not None and wanted.structured):
             check_has("structured_outputs", "structured=True")
+            assert self._grammars is not None, "the part is there"
             self._grammars.prepare(self.token_facts.logits, self.token_facts.eos_token_ids)
         warm_up(self._runtime, self._engine_thread, wanted, structured, report, self._intake.images_in_steps)
 
@@ -564,11 +563,13 @@ def _fitting(settings: LoopSettings, runtime: Runtime) -> LoopSettings:
     return settings._replace(mixed=mixed, speculation=speculation)
 
 
-def _grammars_of(engine_thread: EngineThread, tokenizer: Any, worker: Any, timeout: float) -> Any:
+def _grammars_of(
+    engine_thread: EngineThread, tokenizer: object, worker: object, timeout: float
+) -> EngineGrammars | None:
     """Return the grammars of an engine; None if structured outputs were taken out."""
-    part = feature("structured_outputs", "engine")
+    part = feature(GRAMMARS)
     arrive, end = engine_thread.request_table.paused_requests.arrive, engine_thread.cancel
-    return part and part.grammars_of(tokenizer, worker, timeout, arrive, end)
+    return None if part is None else part.grammars_of(tokenizer, worker, timeout, arrive, end)
 
 
 def _wrapped(model: object) -> Runtime:

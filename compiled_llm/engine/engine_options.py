@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from compiled_llm.engine.admission.policies import POLICIES
-from compiled_llm.features import check_has, feature
+from compiled_llm.engine.parts import DRAFTS
+from compiled_llm.engine.steps.taps import LogprobsMode
+from compiled_llm.features import check_has, needed
 from compiled_llm.kinds.support import FoundKind, refusal
 from compiled_llm.model.sizes import max_positions_of
 
 if TYPE_CHECKING:
     from compiled_llm.execution.lifecycle.runtime import Runtime
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
 
 
 def check_options(**options: Any) -> None:
@@ -31,8 +30,8 @@ def speculation_of(given: Mapping[str, Any] | None, runtime: Runtime, max_num_se
     if given is None:
         return None
     check_has("drafts", "speculative_config")
-    part = feature("drafts", "engine")
-    speculation = part.SpeculativeConfig.of(given)
+    part = needed(DRAFTS)
+    speculation = part.config_of(given)
     part.check_model(runtime.config.backend, runtime.config.batch_invariant, runtime.facts.kinds)
     part.check_memory(runtime, max_num_seqs)
     return speculation

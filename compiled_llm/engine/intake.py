@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compiled_llm.engine.input_processing.input_processor import AnswerForms, TokenFacts, requests_for
+from compiled_llm.engine.input_processing.input_processor import TokenFacts, requests_for
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSampling
+from compiled_llm.engine.parts import IMAGES, EngineGrammars, GivenImages
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.source import EngineSource
@@ -31,7 +32,7 @@ class Intake:
     engine_thread: EngineThread
     tokenizer: Any
     processor: Any
-    forms: AnswerForms | None  # None if they were taken out
+    forms: EngineGrammars | None  # None if they were taken out
     own_ends: frozenset[int]  # tokens that end answers besides those of the model
     max_model_len: int | None
     max_queue: int | None
@@ -83,14 +84,21 @@ class Intake:
             self.runtime.counters.took_request(Reason("processors", names))
         return self.source.handle(requests, TextFormat.of(params, self.decoding))
 
-    def _images(self, model_runner: ModelRunner, prompt: Prompt, params: SamplingParams, enter: Any, salt: Any) -> Any:
-        """Return the ``RequestImages`` of a prompt with pictures, and None of others."""
+    def _images(
+        self,
+        model_runner: ModelRunner,
+        prompt: Prompt,
+        params: SamplingParams,
+        enter: object,
+        salt: Hashable,
+    ) -> GivenImages | None:
+        """Return those of a prompt with images, and None of others."""
         if not shows_images(prompt):
             return None
         if enter is not None:
             raise ValueError("hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out")
-        images = needed("images", "engine").images_of(
-            *(prompt, self.processor, params, model_runner, salt, self.encoder_cache, self.images_in_steps)
+        images = needed(IMAGES).images_of(
+            prompt, self.processor, params, model_runner, salt, self.encoder_cache, self.images_in_steps
         )
         if images.slow is not None:
             self.runtime.counters.took_request(images.slow, "its pictures take longer")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from compiled_llm.engine.parts import POOLING
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.taps import EMITTED
 from compiled_llm.features import needed
 from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.facts import ModelFacts
@@ -22,11 +24,7 @@ def wanted_of(
     """Return the settings of requests, and what lets them have what they ask for; ValueError if it cannot be had."""
     outputs = hidden_states is not None or emitted is not None
     if pooled or is_classifier(facts.model):
-        settings: tuple[Any, Callable[[Request], None]] = needed("pooling", "engine").settings_of(
-            *(facts, params, outputs, pooled)
-        )
-        return settings
+        return needed(POOLING).settings_of(facts, params, outputs, pooled)
     if not outputs:
         return params, None
-    asked: Callable[..., Callable[[Request], None]] = needed("hidden_states", "engine").TAP.asked
-    return params, asked(hidden_states=hidden_states, emitted=emitted, facts=facts)
+    return params, needed(EMITTED).TAP.asked(hidden_states=hidden_states, emitted=emitted, facts=facts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -244,7 +244,8 @@ class ModelRunner:
     def _extend(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         if batch.mixed:
             batch = self._as_one_launch(batch)
-        rows, ending = rows_of(batch.extend), rows_of([extension for extension in batch.extend if extension.is_last])
+        rows = rows_of(batch.extend)
+        ending = [cast(Row, extension.row) for extension in batch.extend if extension.is_last]
         persistent.invalidate_rows(rows)
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent) if batch.decode else None

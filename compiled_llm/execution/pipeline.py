@@ -115,11 +115,8 @@ class Pipeline(Generic[N]):
         Raises:
             OutOfPagesError: as ``ModelRunner.run``; nothing has changed.
         """
-        return self._add(itertools.chain(self._run(batch), apart), batch.drafting, note)
-
-    def _run(self, batch: Batch) -> Iterator[StepOutput]:
-        if batch.decode or batch.extend:
-            yield self._model_runner.run(batch, self.persistent)
+        first = [self._model_runner.run(batch, self.persistent)] if batch.decode or batch.extend else []
+        return self._add(itertools.chain(first, apart), batch.drafting, note)
 
     def sample_from(self, rows: Sequence[Row], logits: Tensor, taps: Sequence[Tap], note: N) -> Ticket[N]:
         """Sample the next tokens of rows from logits ``[B, V]`` computed elsewhere, as a step, in the executor."""

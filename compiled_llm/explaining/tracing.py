@@ -93,7 +93,7 @@ class MutationWatch(fx.Interpreter):
         ]
         return super().run(*args, **kwargs)
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         before = versions_of(self._moving)
         result = super().run_node(n)
         if n not in self._mutated and before != versions_of(self._moving):

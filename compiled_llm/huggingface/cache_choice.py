@@ -14,7 +14,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from compiled_llm.compat.huggingface import columns_in, mask_width
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.features import needed
 from compiled_llm.huggingface.cache.hidden_columns import differing_window
 from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import READABLE, readable
@@ -100,7 +99,7 @@ class CacheChoice:
         given = f"the model is given {', '.join(self.others)}"
         if (reader := reader_of(self.inputs)) is None or self.returned:
             return Reason("prefill", given)
-        obstacle = needed(reader, "huggingface").steps_obstacle(self.runtime, self.others)
+        obstacle = reader.steps_obstacle(self.runtime, self.others)
         if obstacle is None and not self._cannot_follow():
             return None
         return Reason("prefill", obstacle or given)

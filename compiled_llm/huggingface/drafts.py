@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,12 @@ from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.generate import Drafting
 from compiled_llm.huggingface.processors.grammar import grammar_of
 from compiled_llm.kinds.support import refusal
+
+if TYPE_CHECKING:
+    from compiled_llm.huggingface import drafts as this
+    from compiled_llm.huggingface.paths import PromptLookupPart
+
+    checked: PromptLookupPart = this
 
 logger = logging.getLogger("compiled_llm")
 

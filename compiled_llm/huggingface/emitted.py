@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,16 @@ from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.execution.taps.emitted_steps import EmittedSteps
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
+from compiled_llm.huggingface.cache.more_outputs import EmittedOfSteps
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.traced.hooks import TracedHooks
+
+if TYPE_CHECKING:
+    from compiled_llm.huggingface import emitted as this
+    from compiled_llm.huggingface.cache.more_outputs import EmittedPart
+
+    checked: EmittedPart = this
 
 
 class WantedOutputs(NamedTuple):
@@ -173,7 +180,7 @@ class EmittedColumns(Tap):
         return StepEmitted(whole, self.layers)
 
 
-class StepStates(Tap):
+class StepStates(EmittedOfSteps):
     """A reader of what each step emits: of the prompts together, and then of one token a row."""
 
     def __init__(self, call: PagedCall, wanted: WantedOutputs) -> None:
@@ -240,3 +247,6 @@ class StepStates(Tap):
                 own, other = (self._call.updates[row].columns[:shared] - self._first for row in (number, leads))
                 tensor[number, own] = tensor[leads, other]
         return tensor
+
+
+wanted = WantedOutputs.of

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.call.current_call import copies
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.model.facts import Forward
+
+if TYPE_CHECKING:
+    from compiled_llm.huggingface import images as this
+    from compiled_llm.huggingface.call.other_inputs import InputsPart
+
+    checked: InputsPart = this
 
 _PIXELS = "pixel_values"
 _GRID = "image_grid_thw"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig
@@ -16,7 +16,7 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import allowed, deferred
-from compiled_llm.features import feature
+from compiled_llm.features import Seam, feature
 from compiled_llm.huggingface.batch.joining import engine_to_join, run_in_engine
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.cache_choice import CacheChoice
@@ -88,9 +88,22 @@ def _overridden(choice: CacheChoice) -> Reason | None:
     return Reason("overrides", ", ".join(names)) if names else None
 
 
-def run_drafted_loop(call: PagedCall) -> Any:
+class PromptLookupPart(Protocol):
+    """The part that guesses tokens."""
+
+    def drafting_of(self, call: PagedCall) -> Drafting | None:
+        """Return what makes the rounds of a call, or None if HuggingFace's loop serves it."""
+        ...
+
+    def as_sampled(self, call: PagedCall) -> PagedCall: ...
+
+
+_DRAFTS = Seam[PromptLookupPart]("drafts", "huggingface")
+
+
+def run_drafted_loop(call: PagedCall) -> object:
     """Run the fast loop with the drafts that a call asks for; None if HuggingFace's loop is to run."""
-    if (drafts := feature("drafts", "huggingface")) is None or (drafting := drafts.drafting_of(call)) is None:
+    if (drafts := feature(_DRAFTS)) is None or (drafting := drafts.drafting_of(call)) is None:
         return None
     sampling = _sampling_in_graph(call)
     return None if sampling is None else run_our_loop(drafts.as_sampled(call), sampling, drafting)
@@ -98,7 +111,7 @@ def run_drafted_loop(call: PagedCall) -> Any:
 
 def run_our_loop(
     call: PagedCall, sampling: Sequence[Sampling | None] | None = None, drafting: Drafting | None = None
-) -> Any:
+) -> object:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
     sequences = None  # a call that has left an engine goes on with its seeds and tokens
     engine_thread = engine_to_join(call)
@@ -125,7 +138,7 @@ def run_our_loop(
         return _with_original(call, processed_loop(call, twins))
 
 
-def _with_original(call: PagedCall, result: Any) -> Any:
+def _with_original(call: PagedCall, result: object) -> object:
     """Return a result with HuggingFace's cache, filled, in place of the pages that stood in for it."""
     if not (isinstance(call.cache, StandIn) and call.cache.returned):
         return result
@@ -144,7 +157,7 @@ def _sampling_in_graph(call: PagedCall) -> Sequence[Sampling | None] | None:
 
 def run_huggingfaces_loop(
     original: Callable[..., Any], arguments: LoopArguments, call: PagedCall | None, reason: Reason | None = None
-) -> Any:
+) -> object:
     """Run HuggingFace's loop, over the compiled forward of ``call``, if any; ``reason``: why not the fast loop."""
     if call is None:
         return arguments.run(original)

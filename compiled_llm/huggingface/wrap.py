@@ -45,7 +45,7 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 @takes_fields_of(WrapConfig)
-def wrap(model: ModelT, **options: Any) -> ModelT:
+def wrap(model: ModelT, **options: object) -> ModelT:
     """Make a HuggingFace causal language model run as one compiled graph over paged attention.
 
     Options are the fields of ``WrapConfig``, which says what each one does. For a model that is wrapped already, those

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.features import needed
+from compiled_llm.features import Seam, needed
 from compiled_llm.huggingface.batch.continuous_batching import manager_for
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache_choice import CacheChoice
@@ -63,7 +63,7 @@ class WrappedModel:
             return call(*args, **kwargs)
         return run_own_forward(functools.partial(call, *args, **kwargs), self.compiled, own)
 
-    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, *args: object, **kwargs: object) -> Any:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
         self.compiled.home.check()
@@ -106,7 +106,7 @@ class WrappedModel:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
-    ) -> Any:
+    ) -> object:
         """Return a manager for ``generate_batch``, over the engine if that can serve the configs."""
         self.compiled.home.check()
         model, original = cast(PreTrainedModel, self), super().init_continuous_batching  # type: ignore[misc]
@@ -115,7 +115,7 @@ class WrappedModel:
             model, self.compiled, original, generation_config, continuous_batching_config, workload_hints
         )
 
-    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any) -> Any:
+    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: object) -> object:
         original = super()._prepare_generation_config  # type: ignore[misc]
         if not is_huggingfaces(original):  # it may read anything
             return original(generation_config, **kwargs)
@@ -141,7 +141,7 @@ class WrappedModel:
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         original = super()._prepare_attention_mask_for_generation  # type: ignore[misc]
         pad, ids = generation_config.pad_token_id, inputs_tensor
         plain = is_huggingfaces(original) and ids.dim() == 2 and "input_ids" not in model_kwargs
@@ -154,7 +154,7 @@ class WrappedModel:
         copies().note(mask, torch.ones(ids.shape, dtype=torch.long, device="cpu"))
         return mask
 
-    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> object:
         original = super()._prepare_position_ids_for_generation  # type: ignore[misc]
         mask: Any = model_kwargs.get("attention_mask")
         plain = is_huggingfaces(original) and isinstance(mask, Tensor) and mask.dim() == 2
@@ -167,12 +167,11 @@ class WrappedModel:
         return positions
 
     def _maybe_prepare_encoder_kwargs_for_generation(
-        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: object, **kwargs: object
+    ) -> object:
         original = super()._maybe_prepare_encoder_kwargs_for_generation  # type: ignore[misc]
         if is_huggingfaces(original) and (reader := reader_of(model_kwargs)) is not None:
-            part = needed(reader, "huggingface")
-            model_kwargs = part.encoded(cast(PreTrainedModel, self), self.compiled, model_kwargs)
+            model_kwargs = reader.encoded(cast(PreTrainedModel, self), self.compiled, model_kwargs)
         return original(inputs_tensor, model_kwargs, *args, **kwargs)
 
     def _prepare_cache_for_generation(
@@ -182,7 +181,7 @@ class WrappedModel:
         generation_mode: GenerationMode,
         batch_size: int,
         max_cache_length: int,
-    ) -> Any:
+    ) -> object:
         model, argument = cast(PreTrainedModel, self), self.compiled.facts.generate_argument
         cache = model_kwargs.get(argument)
         if generation_config.use_cache is False and isinstance(cache, PagedCache):
@@ -233,7 +232,7 @@ class WrappedModel:
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
+        **model_kwargs: object,
     ) -> Any:
         arguments = LoopArguments(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
@@ -252,8 +251,8 @@ class WrappedModel:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         call = PagedCall.of(arguments, self.compiled, copies())
         return run_huggingfaces_loop(super()._beam_search, arguments, call)  # type: ignore[misc]
@@ -265,8 +264,8 @@ class WrappedModel:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         inputs_tensor: Tensor | None = None,  # named, or HuggingFace does not hand it over
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> object:
         kwargs["inputs_tensor"] = inputs_tensor
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         call = PagedCall.of(arguments, self.compiled, copies())
@@ -285,11 +284,34 @@ class WrappedModel:
 WrappedModel._sample.__signature__ = MethodSignature.of(WrappedModel._sample)  # type: ignore[attr-defined]
 
 
+class ClassifiersPart(Protocol):
+    """The part that runs classifiers."""
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise UnsupportedModelError, or ValueError, if a classifier cannot be run."""
+        ...
+
+    def scoring_class(self, base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """Return a subclass of a classifier's class that programs run."""
+        ...
+
+    def classify(
+        self, base: type[PreTrainedModel], self_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> Any:
+        """Run a wrapped classifier's ``forward``."""
+        ...
+
+    def refuse_to_generate(self, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> NoReturn: ...
+
+
+_CLASSIFIERS = Seam[ClassifiersPart]("pooling", "huggingface")
+
+
 def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the subclass of ``base`` that wrapped models have, always the same one."""
     # It carries the name of ``base``, so that whatever is written to a config names the model's own class.
     if base not in _classes:
-        run: Callable[..., Any] = needed("pooling", "huggingface").classify if is_classifier(base) else _run
+        run: Callable[..., Any] = needed(_CLASSIFIERS).classify if is_classifier(base) else _run
 
         @functools.wraps(base.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +320,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         forward = taking_old_names(forward, base.forward)
         forward.__signature__ = MethodSignature.of(base.forward)  # type: ignore[attr-defined]
 
-        def reduce_ex(self: Any, protocol: int) -> Any:
+        def reduce_ex(self: Any, protocol: int) -> object:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             facts = self.compiled.facts
             return _blank, (base,), (state, facts.learnt, self.compiled.config, facts.groups_of_stand_ins)
@@ -333,7 +355,7 @@ def _run(base: type[PreTrainedModel], self: Any, args: tuple[Any, ...], kwargs: 
 def _generating(base: Any) -> dict[str, Any]:
     """Return the methods of generation of a wrapped class."""
     if is_classifier(base):
-        return {"generate": needed("pooling", "huggingface").refuse_to_generate}
+        return {"generate": needed(_CLASSIFIERS).refuse_to_generate}
     prepare: Any = base.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
@@ -353,10 +375,9 @@ def class_in_programs(model: PreTrainedModel, base: type[PreTrainedModel] | None
     base = base or type(model)
     if not is_classifier(base):
         return base
-    classifiers = needed("pooling", "huggingface")
+    classifiers = needed(_CLASSIFIERS)
     classifiers.check(model)
-    scoring: type[PreTrainedModel] = classifiers.scoring_class(base)
-    return scoring
+    return classifiers.scoring_class(base)
 
 
 def note_inner_calls(model: PreTrainedModel) -> None:

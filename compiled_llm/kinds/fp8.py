@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ from compiled_llm.kinds.spec import PageScales, TokenPlaces
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.contracts import FP8, FP8_CAPABILITY, FP8_LARGEST
 from compiled_llm_ops.plain_attention import as_bytes, divided, scaled
+
+if TYPE_CHECKING:
+    from compiled_llm.kinds import fp8 as this
+    from compiled_llm.kinds.registry import CodecsPart
+
+    checked: CodecsPart = this
 
 
 class ScaledAttentionSpec(NamedTuple):
@@ -47,4 +54,6 @@ class ScaledAttentionSpec(NamedTuple):
         return keys, values
 
 
-CODECS = [("fp8_e4m3", Codec(FP8, FP8_LARGEST, FP8_CAPABILITY, ScaledAttentionSpec))]
+CODECS: Sequence[tuple[str | None, Codec]] = [
+    ("fp8_e4m3", Codec(FP8, FP8_LARGEST, FP8_CAPABILITY, ScaledAttentionSpec))
+]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, StateSpec
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import ChosenBackend
 from compiled_llm_ops.protocol import Backend
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 States = tuple[Tensor, Tensor, Tensor]
 """The packed queries, keys and values of new tokens."""
@@ -234,7 +237,7 @@ class LayerKind:
         """The key of a user's function in place of softmax attention; empty if there is none."""
         return ""
 
-    def scores(self, config: Any, dtype: torch.dtype) -> ScoreSizes | None:
+    def scores(self, config: PretrainedConfig, dtype: torch.dtype) -> ScoreSizes | None:
         """Return the sizes that the memory of an indexer's scores follows from, by the text config; None without."""
         return None
 

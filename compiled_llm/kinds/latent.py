@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,12 @@ from compiled_llm.kinds.spec import JoinedSpec, KVCacheSpec, PageScales
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import INVARIANT, ChosenBackend
 from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_expanded, missing_kernel, worth_expanding
+
+if TYPE_CHECKING:
+    from compiled_llm.kinds import latent as this
+    from compiled_llm.kinds.registry import KindsPart
+
+    checked: KindsPart = this
 
 
 class Latents:
@@ -133,4 +139,4 @@ def _of_packed(rows: PagedRows, call: AttentionCall, pages: Tensor) -> Attended:
     return call.by(ops.latent_attention, ops.latent_attention_lse, arguments)
 
 
-KINDS = (Latent,)
+KINDS: Sequence[type[LayerKind]] = (Latent,)

@@ -5,33 +5,73 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from compiled_llm.features import FEATURES, feature
+from compiled_llm.features import Seams, features
 from compiled_llm.kinds.full import Full
 from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerFunctions, LayerKind, SeenCall, Trial
 from compiled_llm.kinds.no_keys import NoKeys
 from compiled_llm.kinds.rows import StateRows
+from compiled_llm.kinds.spec import StateSpec
 from compiled_llm.kinds.uneven import Uneven
 
-_PARTS = [feature(name, "kinds") for name in FEATURES]
+
+class KindsPart(Protocol):
+    """A part with kinds of layers."""
+
+    KINDS: Sequence[type[LayerKind]]
 
 
-def _all(name: str) -> Iterator[Any]:
-    return (own for part in _PARTS for own in getattr(part, name, ()))
+class CodecsPart(Protocol):
+    """A part with ways in which pages are stored."""
+
+    CODECS: Sequence[tuple[str | None, Codec]]
 
 
-KINDS: Sequence[type[LayerKind]] = (Full, Uneven, *_all("KINDS"))
+class StatesPart(Protocol):
+    """A part with layers whose rows keep states."""
+
+    STATES: Sequence[StateLayers]
+
+
+class StateLayers(Protocol):
+    """A module of layers whose rows keep states: what the functions below hand on to it."""
+
+    OPS: Sequence[Sequence[torch._ops.OpOverload]]
+
+    def let_layers_pack(self, model: nn.Module) -> None: ...
+    def as_they_were(self, model: nn.Module) -> None: ...
+    def let_layers_compute_on_fakes(self, model: nn.Module, tokens: int) -> None: ...
+    def has_states(self, model: nn.Module) -> bool: ...
+    def state_probe(self, tokens: int, device: torch.device) -> NotedStates: ...
+    def cache_of(self, layers: Sequence[Layer]) -> Callable[[StateRows, Sequence[Tensor], Any], object]: ...
+    def add_states(self, cache: Cache, layers: Sequence[Layer], states: Sequence[Tensor]) -> None: ...
+    def read_states(self, cache: Cache, layers: Sequence[Layer]) -> list[Tensor]: ...
+    def holds_states(self, layer: object, like: Layer, rows: int) -> bool | None: ...
+
+
+class NotedStates(Protocol):
+    """What stands for HuggingFace's cache in a trial forward, and notes what layers keep."""
+
+    @property
+    def specs(self) -> Mapping[int, tuple[StateSpec, ...]]: ...
+
+
+_KINDS = Seams[KindsPart]("kinds", "KINDS")
+_CODECS = Seams[CodecsPart]("kinds", "CODECS")
+_STATES = Seams[StatesPart]("kinds", "STATES")
+
+KINDS: Sequence[type[LayerKind]] = (Full, Uneven, *(kind for part in features(_KINDS) for kind in part.KINDS))
 """Each takes the place of what those before it have found, or lies over it."""
 
-CODECS: Mapping[str | None, Codec] = dict(_all("CODECS"))
+CODECS: Mapping[str | None, Codec] = dict(codec for part in features(_CODECS) for codec in part.CODECS)
 """How pages are stored, by ``kv_dtype``."""
 
-STATES: Sequence[Any] = [*_all("STATES")]
+STATES: Sequence[StateLayers] = [layers for part in features(_STATES) for layers in part.STATES]
 """Modules of layers whose rows keep states besides pages."""
 
 
@@ -103,16 +143,16 @@ def let_layers_compute_on_fakes(model: nn.Module, tokens: int) -> None:
         module.let_layers_compute_on_fakes(model, tokens)
 
 
-def state_probe(model: PreTrainedModel, tokens: int) -> Callable[[], Any] | None:
+def state_probe(model: PreTrainedModel, tokens: int) -> Callable[[], NotedStates] | None:
     """Return what makes a cache for a trial forward of so many tokens, which has then ``specs`` of layers by number.
 
     None if no layer has states.
     """
     modules = [module for module in STATES if module.has_states(model)]
-    return functools.partial(modules[0].StateProbe.of_one_row, tokens, model.device) if modules else None
+    return functools.partial(modules[0].state_probe, tokens, model.device) if modules else None
 
 
-def states_cache(layers: Sequence[Layer]) -> Callable[[StateRows, Sequence[Tensor], Any], Any] | None:
+def states_cache(layers: Sequence[Layer]) -> Callable[[StateRows, Sequence[Tensor], Any], object] | None:
     """Return what makes a forward's cache, of its rows, the memory of states, and what layers that attend have.
 
     None if no layer has states.
@@ -132,7 +172,7 @@ def read_states(cache: Cache, layers: Sequence[Layer]) -> list[Tensor]:
     return [states for module in modules for states in module.read_states(cache, layers)]
 
 
-def holds_states(layer: Any, like: Layer, rows: int) -> bool | None:
+def holds_states(layer: object, like: Layer, rows: int) -> bool | None:
     """Whether a layer of HuggingFace's cache holds states of ``rows`` as ``like``, or is empty; None if it does not."""
     return next((module.holds_states(layer, like, rows) for module in STATES), None)
 

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,6 +23,12 @@ from compiled_llm_ops.variants.contracts import DecodeAttentionVariant
 from compiled_llm_ops.variants.expressions import VariantTensor
 from compiled_llm_ops.variants.packed import missing_kernel
 from compiled_llm_ops.variants.registry import variant_named
+
+if TYPE_CHECKING:
+    from compiled_llm.kinds import variant as this
+    from compiled_llm.kinds.registry import KindsPart
+
+    checked: KindsPart = this
 
 
 class LayerVariant(NamedTuple):
@@ -164,4 +170,4 @@ def _check_tensor(
         )
 
 
-KINDS = (VariantAttention,)
+KINDS: Sequence[type[LayerKind]] = (VariantAttention,)

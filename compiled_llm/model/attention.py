@@ -46,7 +46,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     paged_batch: PagedBatch | LayerProbe | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend over pages, by HuggingFace's protocol; UnpagedCallError unless one of our compiled calls does.
 

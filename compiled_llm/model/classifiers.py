@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _ENDING = "ForSequenceClassification"
 
@@ -13,6 +16,6 @@ def is_classifier(model: Any) -> bool:
     return kind.__name__.endswith(_ENDING)
 
 
-def names_classifier(config: Any) -> bool:
+def names_classifier(config: PretrainedConfig) -> bool:
     """Whether a model's config names a class of them."""
     return any(name.endswith(_ENDING) for name in config.architectures or ())

@@ -276,7 +276,7 @@ def with_kinds(forward: Forward, layers: Sequence[Layer], argument: str) -> Forw
     """Return a ``forward`` whose layers attend as their kinds do; ``argument`` is what a stand-in for a cache is."""
     forward_cache, with_states = forward_cache_for(layers), states_cache(layers)
 
-    def attending(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
+    def attending(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: object) -> Any:
         batch = paged_batch._replace(layers=layers)
         if forward_cache is not None:
             cache, more = forward_cache(model, batch)

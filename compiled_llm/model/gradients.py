@@ -45,7 +45,7 @@ def _is_holder(kind: type) -> bool:
 _may_hold: Callable[[Any], bool] = functools.lru_cache(maxsize=256)(_is_holder)  # of classes that may come and go
 
 
-def _entries(value: Any) -> Iterable[Any]:
+def _entries(value: object) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, (list, tuple)):

@@ -189,7 +189,7 @@ def _untraceable(name: str, error: Exception) -> str:
 
 
 def trial_forward(
-    model: PreTrainedModel, fake: bool, made: Callable[[], Mapping[str, Any]] = dict, **inputs: Any
+    model: PreTrainedModel, fake: bool, made: Callable[[], Mapping[str, Any]] = dict, **inputs: object
 ) -> None:
     """Run a forward on a few tokens, ``fake`` (without memory) or not; all that it stores in the model is removed."""
     with _on_fakes(model) if fake else restored(model), torch.inference_mode(False), torch.no_grad():

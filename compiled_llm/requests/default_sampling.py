@@ -8,7 +8,7 @@ from typing import Any
 from compiled_llm.requests.sampling_params import NUMBERS, SAMPLED_BY, SamplingParams
 
 
-def default_sampling(generation_config: Any) -> dict[str, int | float]:
+def default_sampling(generation_config: object) -> dict[str, int | float]:
     """Return ``SamplingParams`` of a generation config; temperature 0 without ``do_sample``, or ValueError."""
     draws = bool(getattr(generation_config, "do_sample", False))
     drawing = [name for name, field in SAMPLED_BY.items() if field.number.draws]

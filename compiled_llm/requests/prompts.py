@@ -19,7 +19,7 @@ _WAY_OUT = "leave it out; for pictures, call Engine.submit in the model's proces
 
 
 def with_params(
-    prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: object, params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Any, SamplingParams]]:
     """Return each prompt with its settings: for all, or one for each; ValueError if the numbers differ."""
     all_prompts = listed(prompts)
@@ -44,7 +44,7 @@ def _is_one(prompts: Any) -> bool:
     return isinstance(prompts[0], (Real, Mapping))
 
 
-def shows_images(prompt: Any) -> bool:
+def shows_images(prompt: object) -> bool:
     """Whether a prompt has pictures, or other parts than text: messages, a dictionary, or what a processor returned."""
     if isinstance(prompt, Mapping):
         return bool(prompt.get("multi_modal_data")) or ("input_ids" in prompt and not _OF_TEXT.issuperset(prompt))
@@ -80,7 +80,7 @@ def content_of(prompt: Mapping[str, Any]) -> Any:
     return text
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     """Whether a value is one row of token ids, as far as its first one tells."""
     if hasattr(value, "ndim"):
         return True
@@ -89,7 +89,7 @@ def _are_ids(value: Any) -> bool:
     )
 
 
-def check_texts(value: Any, name: str) -> None:
+def check_texts(value: object, name: str) -> None:
     """Check all texts in a JSON value; ValueError if one cannot be encoded, which no tokenizer takes."""
     for text in strings_in(value):
         try:
@@ -98,7 +98,7 @@ def check_texts(value: Any, name: str) -> None:
             raise ValueError(f"{name}: half a character of UTF-16 is no text") from None
 
 
-def strings_in(value: Any) -> Iterator[str]:
+def strings_in(value: object) -> Iterator[str]:
     """Yield all strings in a JSON value, names of entries among them."""
     if isinstance(value, str):
         yield value

@@ -54,7 +54,7 @@ class Number(NamedTuple):
     draws: bool = False  # whether it says how to draw, so that a request that gives it is not greedy
 
 
-def holds(bounds: Mapping[str, float], value: Any) -> bool:
+def holds(bounds: Mapping[str, float], value: object) -> bool:
     return all(getattr(operator, name)(value, bound) for name, bound in bounds.items())
 
 
@@ -65,7 +65,7 @@ class NumberField(NamedTuple):
     annotation: Any
     default: Any
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Whether a value is the default, or of the field's type and in bounds."""
         if value is self.default or (value is None and type(None) in typing.get_args(self.annotation)):
             return True
@@ -222,7 +222,7 @@ class SamplingParams(SamplingNumbers):
     structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
 
-    def __new__(cls, **values: Any) -> SamplingParams:
+    def __new__(cls, **values: object) -> SamplingParams:
         """Refuse by name the fields that the engine does not support."""
         if later := [name for name in values if name in _LATER]:
             raise ValueError(f"SamplingParams: {', '.join(later)}: the engine does not serve this; leave it out")
@@ -268,8 +268,12 @@ class SamplingParams(SamplingNumbers):
     @property
     def features(self) -> list[str]:
         """The features that give its answers what it asks for besides tokens."""
-        given = ((getattr(self, name), feature) for name, feature in _FEATURES.items())
-        return sorted({feature for value, feature in given if value is not None and value is not False})
+        found: set[str] = set()
+        for name, feature in _FEATURES.items():  # of each request: comprehensions would take several calls
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                found.add(feature)
+        return sorted(found)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -302,7 +306,7 @@ NUMBERS = number_fields(SamplingParams)
 """All settings that are numbers, by name."""
 
 
-def _is(kind: type, value: Any) -> bool:
+def _is(kind: type, value: object) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

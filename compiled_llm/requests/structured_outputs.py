@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from compiled_llm.features import needed
+from compiled_llm.features import Seam, needed
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -16,6 +16,28 @@ MAX_BLANKS = 32
 
 class GrammarsMissingError(RuntimeError):
     """The lack of a library that compiles grammars."""
+
+
+class FormSource(Protocol):
+    """The source of a grammar."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+class FormsPart(Protocol):
+    """The part that knows forms of answers."""
+
+    def check_params(self, params: StructuredOutputsParams) -> Mapping[str, Any]:
+        """Check settings, and return immutable copies of the values that could change; ValueError as theirs."""
+        ...
+
+    def source_of(self, params: StructuredOutputsParams) -> FormSource: ...
+
+
+_FORMS = Seam[FormsPart]("structured_outputs", "engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +76,13 @@ class StructuredOutputsParams:
     max_whitespace_cnt: int | None = MAX_BLANKS
 
     def __post_init__(self) -> None:
-        for name, value in needed("structured_outputs", "engine").check_params(self).items():
+        for name, value in needed(_FORMS).check_params(self).items():
             object.__setattr__(self, name, value)
 
     @property
-    def source(self) -> Any:
+    def source(self) -> FormSource:
         """The source of its grammar."""
-        return needed("structured_outputs", "engine").source_of(self)
+        return needed(_FORMS).source_of(self)
 
     @property
     def name(self) -> str:

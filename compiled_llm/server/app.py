@@ -22,6 +22,7 @@ from compiled_llm.server.openai.chat import endpoint as chat
 from compiled_llm.server.openai.common.api_server import ApiServer
 from compiled_llm.server.openai.common.engine_link import EngineLink
 from compiled_llm.server.openai.completions import endpoint as completions
+from compiled_llm.server.parts import PAGE
 from compiled_llm.server.settings import ApiServerSettings
 
 
@@ -32,7 +33,7 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
     rooms = (chat, completions, tokenize, status, metrics)
     for room in rooms:
         app.include_router(room.router)
-    page = feature("chat page", "server") if settings.page else None
+    page = feature(PAGE) if settings.page else None
     if page is not None:
         app.include_router(page.router)
     for kind in ANSWERED:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from compiled_llm.features import LATE_ROUTES, feature, has
+from compiled_llm.features import LATE_ROUTES, feature, has, needed
 from compiled_llm.server.daemon_threads import in_thread
+from compiled_llm.server.parts import ROUTES
 
 
 class LateRoutes:
@@ -22,7 +23,7 @@ class LateRoutes:
         """Return the routes of the part that serves a path, which the application has now; none if no part does."""
         if (name := self._features.get(path)) is None:
             return ()
-        await in_thread(lambda: feature(name, "server"))  # imports it
+        await in_thread(lambda: feature(ROUTES.named(name)))  # imports it
         return self._added(name)
 
     def add_all(self) -> None:
@@ -30,7 +31,7 @@ class LateRoutes:
             self._added(name)
 
     def _added(self, name: str) -> Sequence[BaseRoute]:
-        router: APIRouter = feature(name, "server").router
+        router = needed(ROUTES.named(name)).router
         if name in self._features.values():  # no other request was quicker
             self._features = {path: other for path, other in self._features.items() if other != name}
             self._app.include_router(router)

@@ -36,8 +36,8 @@ TOKENS: dict[str, Fault] = {
     ),
     "a later chunk of a prompt begins without a state": Fault(
         "test_tokens_in_generate[read at once-recurrent]",
-        "return spare[0] if start else read, write if",
-        "return read, write if",
+        "states=(spare[0] if start else read, write if",
+        "states=(read, write if",
     ),
     "a request that lost its pages forgets its answer": Fault(
         "test_tokens_in_an_engine[uneven-]",
@@ -48,13 +48,13 @@ TOKENS: dict[str, Fault] = {
 CAPTURED: dict[str, Fault] = {
     "a replay reads the tokens of an earlier prefill": Fault(
         "test_captured_steps_give_the_same_tokens[full]",
-        "staging.upload([(as_bytes(packed), filled), (",
+        "staging.upload([(as_bytes(chunk.packed), filled), (",
         "staging.upload([(",
     ),
     "a later chunk overwrites what an earlier one gave": Fault(
         "test_captured_steps_give_the_same_tokens[windowed]",
-        "StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)",
-        "StepOutputs(logits[:wanted].clone(), tokens[:sampled], emitted)",
+        "StepOutputs(logits.clone(), tokens.clone(), emitted)",
+        "StepOutputs(logits.clone(), tokens, emitted)",
     ),
     "a step that is repeated counts no positions": Fault(
         "test_captured_steps_give_the_same_tokens[variant]",

@@ -20,7 +20,8 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.features import feature as feature_of
+from compiled_llm.engine.parts import IMAGES
+from compiled_llm.features import needed
 from compiled_llm.kinds import support as table
 from compiled_llm.kinds.support import FEATURES, ORIGINAL, YES, No
 from compiled_llm.model.checks import check_layers
@@ -418,7 +419,7 @@ def ask(feature: str, kind: Kind, seed: int) -> None:
             runtime.model_runner().steps.step_of_several(1, 2)
         Engine(model, speculative_config={"method": "ngram"})
     elif feature == "images":
-        feature_of("images", "engine").check_kinds(facts.kinds)
+        needed(IMAGES).check_kinds(facts.kinds)
     elif feature == "crop":
         cache = runtime.new_cache()
         new_tokens(model, [[5, 6, 7]], 5, past_key_values=cache)

@@ -146,5 +146,5 @@ class HttpChatModel:
         yield "the server", f"its figures are at {self._api.url}/metrics"
 
 
-def check_template(tokenizer: Any) -> None:
+def check_template(tokenizer: object) -> None:
     check_has_template(tokenizer, "chat", "`compiled-llm generate` continues a text")

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils.hub import cached_file
 
 from compiled_llm.commands.loading.source import Source
+from compiled_llm.engine.parts import IMAGES
 from compiled_llm.features import needed
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -34,8 +35,7 @@ def seeing_place(source: Source) -> str:
 def encode_seen(processor: Any, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return what a processor makes of messages with files; ValueError if one is no image."""
     token = getattr(processor, "image_token_id", -1)
-    inputs: dict[str, Tensor] = needed("images", "engine").inputs_of(messages, processor, token)
-    return inputs
+    return needed(IMAGES).inputs_of(messages, processor, token)
 
 
 def load_processor(place: str) -> Any:

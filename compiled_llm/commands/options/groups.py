@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from compiled_llm.commands.errors import readable_errors
 
@@ -25,7 +24,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         else:
             options[name] = parameter
 
-    def call(**given: Any) -> None:
+    def call(**given: object) -> None:
         with readable_errors():
             made = {
                 name: group(**{option: given.pop(option) for option in inspect.signature(group).parameters})

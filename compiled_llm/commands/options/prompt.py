@@ -84,7 +84,7 @@ def messages_of(prompt: str, system: str | None, images: Sequence[Path] = ()) ->
     return [*before, {"role": "user", "content": seen_content(prompt, images)}]
 
 
-def check_has_template(tokenizer: Any, asked_by: str, way_out: str) -> None:
+def check_has_template(tokenizer: object, asked_by: str, way_out: str) -> None:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{asked_by}: this model's tokenizer has no chat template; {way_out}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from compiled_llm.features import check_has, feature
+from compiled_llm.engine.parts import DRAFTS
+from compiled_llm.features import check_has, needed
 
 
 def speculative_config_of(text: str | None) -> dict[str, Any] | None:
@@ -15,7 +16,7 @@ def speculative_config_of(text: str | None) -> dict[str, Any] | None:
     check_has("drafts", "--speculative-config")
     try:
         given = json.loads(text)
-        feature("drafts", "engine").SpeculativeConfig.of(given)
+        needed(DRAFTS).config_of(given)
     except json.JSONDecodeError as error:
         example = '{"method": "ngram", "num_speculative_tokens": 7}'
         raise ValueError(f"--speculative-config {text}: is no JSON: {error}; give '{example}', for example") from error

@@ -28,11 +28,13 @@ from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_lo
 from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import MAX_NUM_SEQS, KVScales, WrapConfig
+from compiled_llm.engine.parts import GRAMMARS
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.features import check_has, feature
 from compiled_llm.server.defaults import MAX_QUEUE, MM_ENCODER_CACHE_GB
 from compiled_llm.server.image_limit import images_in
 from compiled_llm.server.own_process import serve_arguments
+from compiled_llm.server.parts import SERVED_IMAGES
 
 if TYPE_CHECKING:
     from compiled_llm.engine.chunks.policies import MaxStep
@@ -241,7 +243,7 @@ def _run(served: ServeOptions, source: Source, uds: Path, leashed: bool) -> None
 
 
 def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) -> tuple[Engine, Ready]:
-    grammars = feature("structured_outputs", "engine")
+    grammars = feature(GRAMMARS)
     worker = grammars.start_worker() if grammars else None
     with importing(served.shows_progress):
         import compiled_llm
@@ -250,7 +252,7 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
         from compiled_llm.server.engine_process.facts import ready_of
 
     source = fetched(source, progress=served.shows_progress)
-    images = feature("images", "server") if served.images else None
+    images = feature(SERVED_IMAGES) if served.images else None
     place = processor_place(source) if images else None
     loaded, tokenizer = load(
         source, served.dtype.value, served.device.value, served.shows_progress, sees=place is not None

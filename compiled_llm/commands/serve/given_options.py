@@ -96,7 +96,7 @@ def _entries(file: Path) -> Iterator[tuple[int, str, Any]]:
         raise ValueError(f"--config {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _checked(context: typer.Context, name: str, value: Any, where: str, shown: Callable[[str], str]) -> Any:
+def _checked(context: typer.Context, name: str, value: object, where: str, shown: Callable[[str], str]) -> Any:
     """Return a value as the command line would have it; ValueError if there is no such option, or value of it."""
     params: dict[str, Any] = {
         str(param.name): param

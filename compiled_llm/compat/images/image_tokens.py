@@ -7,12 +7,11 @@ before it decodes images. Without it, or where it fails, images are decoded and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 _METHOD = "_get_num_multimodal_tokens"
 
 
-def image_tokens(processor: Any, sizes: Sequence[tuple[int, int]]) -> int | None:
+def image_tokens(processor: object, sizes: Sequence[tuple[int, int]]) -> int | None:
     """Return how many tokens images have at least, of which width and height may be exchanged; None if nothing says.
 
     Args:

@@ -57,7 +57,7 @@ def window_patches(encoder: Any) -> int:
     return side * side
 
 
-def output_of(encoder: Any, features: Sequence[Tensor]) -> Any:
+def output_of(encoder: object, features: Sequence[Tensor]) -> object:
     """Return what an encoder's forward would return with features ``[T, C]``: its own, then those of other layers."""
     module = sys.modules[type(encoder).__module__]
     own, *others = features

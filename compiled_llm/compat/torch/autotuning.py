@@ -42,7 +42,7 @@ def timed_in_a_graph(bench: Callable[..., float]) -> Callable[..., float]:
     # Kernels that a user has written, and tilings that spill registers, are left to Inductor, which may refuse them.
 
     @functools.wraps(bench)
-    def timed(self: Any, launcher: Any, *args: Any, **kwargs: Any) -> float:
+    def timed(self: Any, launcher: Any, *args: object, **kwargs: object) -> float:
         if self.device_props.type != "cuda" or self.custom_kernel or launcher.n_spills != 0:
             return bench(self, launcher, *args, **kwargs)
         overwritten, named = self.clone_args(*args, **kwargs)

@@ -42,7 +42,7 @@ def new_graph() -> Graph:
 
 def captured_into(
     graph: Graph,
-    pool: Any,
+    pool: object,
     device: torch.device,
     launch: Callable[[], Outputs],
     finish: Callable[[], None] | None = None,

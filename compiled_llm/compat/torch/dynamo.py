@@ -195,7 +195,7 @@ def _functions_with_entries() -> Iterator[tuple[FunctionType, list[Any]]]:
             yield function, entries
 
 
-def _backend_of(entry: Any) -> Any:
+def _backend_of(entry: Any) -> object:
     return getattr(entry.backend, "compiler_fn", entry.backend)
 
 

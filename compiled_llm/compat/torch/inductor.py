@@ -112,7 +112,7 @@ def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..
     # first entry of ``waits`` counts the kernels that were made to wait.
 
     @functools.wraps(codegen)
-    def checked(*args: Any, **kwargs: Any) -> str:
+    def checked(*args: object, **kwargs: object) -> str:
         before = waits[0]
         source = codegen(*args, **kwargs)
         if MAY_BEGIN_EARLY in source and waits[0] == before:

@@ -202,7 +202,7 @@ def unbacked_symbols(value: Tensor | torch.SymInt | torch.SymFloat | torch.SymBo
     return set(free_unbacked_symbols(value))
 
 
-def sizes_of(value: Any) -> tuple[set[Any], set[Any]]:
+def sizes_of(value: object) -> tuple[set[Any], set[Any]]:
     """Return the symbols that a graph's value has as a size or stride, or is, and those that others are made of."""
     numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     expressions = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]

@@ -103,14 +103,14 @@ def layered(base: type[Any]) -> type[Any]:
                 return
             self.key, self.cache_dir, self.lock_path = key, str(found[0]), str(found[0] / "lock")
 
-        def get_group(self, filename: str) -> Any:
+        def get_group(self, filename: str) -> object:
             """Return the files of a kernel; None if it has to be built, which is counted."""
             group = _group_in(Path(self.cache_dir), filename) if self._is_ours else super().get_group(filename)
             if not group and self._counts:
                 _count(filename)
             return group
 
-        def get_file(self, filename: str) -> Any:
+        def get_file(self, filename: str) -> object:
             """Return the path of a file; None if it has to be made, which is counted if it takes a C compiler."""
             file = super().get_file(filename)
             if file is None and self._counts and filename.endswith(".so"):

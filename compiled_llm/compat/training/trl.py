@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MADE_FOR = "1.16"
 _ASKED = ("use_vllm", "vllm_mode", "_generate", "max_completion_length", "temperature", "eos_token_ids")
@@ -66,7 +69,7 @@ class _Rollout:
             self._ended()
 
 
-def without_checkpointing(model: Any) -> AbstractContextManager[None]:
+def without_checkpointing(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Return TRL's own context in which a model's layers are not checkpointed, so that they use a cache."""
     from trl.models.utils import disable_gradient_checkpointing
 

@@ -107,7 +107,7 @@ def _use(row: Any) -> tuple[StepKey, int]:
     return StepKey.numbered(row["phase"], tokens, rows, variant), uses
 
 
-def _count(number: Any) -> int:
+def _count(number: object) -> int:
     if type(number) is not int or number < 0:
         raise ValueError
     return number

@@ -172,7 +172,7 @@ class _Whole:
     def __init__(self, pause: Callable[[], None]) -> None:
         self._pause = pause
 
-    def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
+    def leave_out(self, launch: Callable[[Any], Any], arguments: object, allocate: Callable[[Any], Any]) -> object:
         self._pause()
         return launch(arguments)
 

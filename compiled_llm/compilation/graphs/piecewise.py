@@ -49,7 +49,7 @@ class GraphInPieces:
     def pieces(self) -> int:
         return len(self._graphs)
 
-    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+    def capture_begin(self, *args: object, **kwargs: object) -> None:
         """Begin to capture on the current stream; arguments as of ``CUDAGraph.capture_begin``."""
         self._options = args, kwargs
         self._begin_piece()
@@ -96,7 +96,7 @@ class _Memory:
         self.__cuda_array_interface__ = interface
 
 
-def unowned(value: Any) -> Any:
+def unowned(value: object) -> Any:
     """Return a tensor over the same memory that does not keep it; other values and host tensors as they are."""
     if not isinstance(value, Tensor) or not value.is_cuda or not value.numel():
         return value

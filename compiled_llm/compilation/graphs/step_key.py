@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from compiled_llm.compilation.inputs import Pooling
+if TYPE_CHECKING:  # imports torch
+    from compiled_llm.compilation.inputs import Pooling
 
 Phase = Literal["decode", "prefill", "scoring", "sampling"]
 """A decode step; a prefill; one that gives all tokens' logits and samples none; or a sampling made later."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path as File
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -23,6 +24,12 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.env import Env
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import ModelVersion
+
+if TYPE_CHECKING:
+    from compiled_llm.compilation.kept import part as this
+    from compiled_llm.compilation.kept_programs import KeptPart
+
+    checked: KeptPart = this
 
 logger = logging.getLogger("compiled_llm.graphs")
 

@@ -25,7 +25,7 @@ def copy_lone_parts(graph: fx.Graph) -> None:
             node.kwargs = {"memory_format": torch.contiguous_format}
 
 
-def _lone_part(tensors: Any, dim: Any = 0, **others: Any) -> fx.Node | None:
+def _lone_part(tensors: Any, dim: Any = 0, **others: object) -> fx.Node | None:
     """Return the only part that is not empty, unless parts are unknown or of several dtypes."""
     known = isinstance(tensors, Sequence) and all("example_value" in getattr(part, "meta", {}) for part in tensors)
     if not known or not isinstance(dim, int) or others:

@@ -52,7 +52,7 @@ class InvariantProducts:
                 _replace(graph, node, rows, weight, bias)
 
 
-def _place_of_order(target: Any) -> int | None:
+def _place_of_order(target: object) -> int | None:
     """Return which argument of an op is ``invariant``, by which bits depend on a row's tokens alone."""
     schema = getattr(target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
@@ -64,7 +64,7 @@ def _in_order(node: fx.Node, *names: str) -> list[Any]:
     return [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in enumerate(names)]
 
 
-def _is_given(weight: Any) -> bool:
+def _is_given(weight: object) -> bool:
     """Whether no kernel of the graph writes a weight, which may be asked for before earlier ones have ended."""
     while isinstance(weight, fx.Node) and (weight.target is _AS_STRIDED or weight.op == "call_method"):
         weight = weight.args[0] if weight.target in (_AS_STRIDED, "t") else None
@@ -144,7 +144,7 @@ class _Building:
         return self(_aten.unsqueeze.default, total, -1) if keep else total
 
 
-def _is_last(values: fx.Node, dims: Any) -> bool:
+def _is_last(values: fx.Node, dims: object) -> bool:
     """Whether numbers are added over the last dimension alone, whose size is known."""
     shape = values.meta["val"].shape
     if not isinstance(dims, (list, tuple)) or not shape or not isinstance(shape[-1], int):
@@ -157,13 +157,17 @@ def _wide(build: _Building, values: fx.Node) -> fx.Node:
     return values if dtype == torch.float64 else build.as_dtype(values, torch.float32)
 
 
-def _sum(build: _Building, values: fx.Node, dims: Any = None, keep: bool = False, dtype: Any = None) -> fx.Node | None:
+def _sum(
+    build: _Building, values: fx.Node, dims: object = None, keep: bool = False, dtype: Any = None
+) -> fx.Node | None:
     if not _is_last(values, dims):
         return None
     return build.as_dtype(build.total(_wide(build, values), keep), dtype or values.meta["val"].dtype)
 
 
-def _mean(build: _Building, values: fx.Node, dims: Any = None, keep: bool = False, dtype: Any = None) -> fx.Node | None:
+def _mean(
+    build: _Building, values: fx.Node, dims: object = None, keep: bool = False, dtype: Any = None
+) -> fx.Node | None:
     if not _is_last(values, dims):
         return None
     mean = build(_aten.div.Tensor, build.total(_wide(build, values), keep), values.meta["val"].shape[-1])

@@ -27,7 +27,13 @@ def multiply_patches(graph: fx.Graph) -> None:
 
 
 def _of_patches(
-    patches: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+    patches: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: object = 1,
+    padding: object = 0,
+    dilation: object = 1,
+    groups: object = 1,
 ) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     """Return what is convolved, if a kernel has one place in it."""
     given = example_of(patches).shape, example_of(weight).shape

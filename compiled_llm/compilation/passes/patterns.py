@@ -35,7 +35,7 @@ class _Match:
         self.nodes: list[fx.Node] = []
         self._known: dict[fx.Node, object] = {}
 
-    def fits(self, wanted: Any, actual: Any) -> bool:
+    def fits(self, wanted: object, actual: object) -> bool:
         """Whether both are the same: a node, a literal, or either in sequences and slices."""
         if isinstance(wanted, fx.Node):
             if wanted not in self._known:

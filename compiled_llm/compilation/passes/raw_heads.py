@@ -30,7 +30,7 @@ class RawHeads(NamedTuple):
         return (self.cos, self.sin) == (other.cos, other.sin) and (self.epsilon == other.epsilon or not both_normed)
 
 
-def raw_heads(packed: Any, packed_over: int) -> RawHeads | None:
+def raw_heads(packed: object, packed_over: int) -> RawHeads | None:
     """Return the source of ``[T, heads, D]``, if it is rotated as our ops do it, with or without a norm before."""
     match = ROTARY.match(packed)
     if match is None:

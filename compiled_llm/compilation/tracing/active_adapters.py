@@ -115,12 +115,12 @@ class _AdapterCopies(ShallowCopies):
         entries = {name: self._renamed(held, numbers) for name, held in by_adapter(layer).items() if len(held)}
         return {ACTIVE: [*numbers.values()], **entries}
 
-    def _renamed(self, held: Mapping[str, Any], numbers: Mapping[str, str]) -> Any:
+    def _renamed(self, held: Mapping[str, Any], numbers: Mapping[str, str]) -> object:
         """Return a dictionary, or a module like one, with the entries of some names."""
         kind: Any = type(held)
         return kind({number: self._placed(held[name]) for name, number in numbers.items() if name in held})
 
-    def _placed(self, value: Any) -> Any:
+    def _placed(self, value: object) -> Any:
         """Return a tensor elsewhere, or a module with its tensors elsewhere; any other value as it is."""
         if isinstance(value, Tensor):
             return self._place(value)

@@ -41,12 +41,12 @@ def layout(tensor: Tensor | None) -> Hashable:
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether a value has no state beyond itself, so that equal ones are interchangeable."""
     return type(value) in _PLAIN
 
 
-def plain(value: Any) -> Hashable:
+def plain(value: object) -> Hashable:
     """Describe a value: a plain one, or a tuple of them, by itself, any other by its identity."""
     if is_plain(value):
         return type(value), value

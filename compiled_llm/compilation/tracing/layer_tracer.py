@@ -69,7 +69,9 @@ class LayerTracer(TorchFunctionMode):
         """For each layer its function calls, with their arguments and results."""
         return [tuple(call.line for call in lines) for lines in self._called]
 
-    def trace(self, layer: int, original: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def trace(
+        self, layer: int, original: Callable[..., Any], hidden: Tensor, *args: object, **kwargs: object
+    ) -> object:
         """Run a layer's ``original`` forward and note its calls; NoOutlineError if its turn or output is unexpected."""
         if layer != len(self._called) or self._layer is not None:
             raise NoOutlineError("layers are not called one after the other")
@@ -95,7 +97,7 @@ class LayerTracer(TorchFunctionMode):
         self._layer = None
         return returned
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         line = func, self._describe(args), self._describe(kwargs)
         expected = _UNKNOWN if self._layer is None else self._expects(line)
         if expected is not _UNKNOWN:
@@ -110,7 +112,7 @@ class LayerTracer(TorchFunctionMode):
                 self._name(tensor, "made", len(self._lines), place)
         return result
 
-    def _expects(self, line: Hashable) -> Any:
+    def _expects(self, line: Hashable) -> object:
         """Return the result of the same call in the similar layer; once a call differs, no more are reused."""
         place = len(self._lines)
         if place < len(self._expected) and self._expected[place].line == line:
@@ -118,7 +120,7 @@ class LayerTracer(TorchFunctionMode):
         self._expected = []
         return _UNKNOWN
 
-    def _can_be_expected(self, result: Any) -> bool:
+    def _can_be_expected(self, result: object) -> bool:
         """Whether a result is plain, or new tensors; a function without one was called for its side effects."""
         if isinstance(result, Tensor) or type(result) in (tuple, list):
             return all(
@@ -136,7 +138,7 @@ class LayerTracer(TorchFunctionMode):
         self._kept.append(tensor)
         self._names[id(tensor)] = self._layer, what, number
 
-    def _describe(self, value: Any) -> Hashable:
+    def _describe(self, value: object) -> Hashable:
         if isinstance(value, Tensor):
             return self._describe_tensor(value)
         if isinstance(value, (tuple, list)):
@@ -156,5 +158,5 @@ class LayerTracer(TorchFunctionMode):
         return what, number, None if layer == self._layer else layer
 
 
-def _entries(result: Any) -> Sequence[Any]:
+def _entries(result: object) -> Sequence[Any]:
     return result if isinstance(result, (tuple, list)) else [result]

@@ -26,7 +26,7 @@ class Failed(Struct, tag="failed", frozen=True):
     message: str
 
 
-def received(end: socket.socket, message: Any, max_bytes: int, wanted: Callable[[], bool] = lambda: True) -> Any:
+def received(end: socket.socket, message: object, max_bytes: int, wanted: Callable[[], bool] = lambda: True) -> Any:
     """Wait for one message; None if the other end has gone."""
     # ``wanted`` is called as often as the socket's timeout says; UnwantedError once it is False, FrameError for others'
     # messages.

@@ -51,7 +51,7 @@ class ForkServerProcess:
             self._closed = True
             self._end()
 
-    def answered(self, begin: Callable[[], socket.socket], message: Any, wanted: Callable[[], bool]) -> Any:
+    def answered(self, begin: Callable[[], socket.socket], message: object, wanted: Callable[[], bool]) -> Any:
         """Return the answer to a task that ``begin`` asks for, under the lock; None if the process has ended.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -74,7 +74,7 @@ def _number(given: Mapping[str, Any], name: str, usual: int) -> int:
     return int(value)
 
 
-def check_model(backend: str, batch_invariant: bool, kinds: list[FoundKind]) -> None:
+def check_model(backend: str, batch_invariant: bool, kinds: Sequence[FoundKind]) -> None:
     """Raise ValueError if a model, as it is wrapped, cannot check several tokens of a row in a step."""
     if batch_invariant:
         raise ValueError(

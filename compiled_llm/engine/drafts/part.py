@@ -7,14 +7,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from compiled_llm.engine.drafts.config import SpeculativeConfig as SpeculativeConfig, check_model as check_model
+from compiled_llm.engine.drafts.config import SpeculativeConfig, check_model as check_model
 
 if TYPE_CHECKING:
+    from compiled_llm.engine.drafts import part as this
     from compiled_llm.engine.drafts.engine_drafts import EngineDrafts
-    from compiled_llm.engine.steps.loop import LoopSettings
+    from compiled_llm.engine.parts import DraftsPart
+    from compiled_llm.engine.steps.loop import LoopDraftsPart, LoopSettings
     from compiled_llm.execution.lifecycle.runtime import Runtime
     from compiled_llm.execution.lifecycle.warmup import Report
     from compiled_llm.execution.model_runner import ModelRunner
+
+    checked: DraftsPart = this
+    checked_for_loops: LoopDraftsPart = this
+
+config_of = SpeculativeConfig.of
 
 
 def check_memory(runtime: Runtime, rows: int) -> None:

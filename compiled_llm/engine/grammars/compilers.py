@@ -12,6 +12,7 @@ from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 
 if TYPE_CHECKING:
     import xgrammar
+    from transformers import PreTrainedTokenizerBase
 
     from compiled_llm.engine.grammars.form import GrammarForm  # imports torch, which the worker process does not
 
@@ -28,7 +29,7 @@ Key = tuple[int, frozenset[int], bool]
 class Compilers:
     """A compiler in the calling thread, any. Nothing can stop it, and a crash there crashes the process."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._compilers: Latest[xgrammar.GrammarCompiler] = Latest(lambda key, place: compiler(spelled(tokenizer, key)))
 
     def check(self, source: GrammarSource) -> None:

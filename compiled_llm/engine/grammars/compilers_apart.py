@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.grammars.compilers import Compilers, Key, Latest, compiler, max_at_once, spelled, vocabulary_of
@@ -17,6 +17,7 @@ from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     import xgrammar
+    from transformers import PreTrainedTokenizerBase
 
 MAX_MEMORY = 2**29
 """Bytes that a grammar may take in the worker process, besides the worker's own; a process for each, 16 at most."""
@@ -29,7 +30,7 @@ _MAX_FATAL = 4096
 class CompilersApart(Compilers):
     """A compiler in a worker process, where a form that crashes or takes too long fails its own requests alone."""
 
-    def __init__(self, tokenizer: Any, process: WorkerProcess, timeout: float) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, process: WorkerProcess, timeout: float) -> None:
         self._process = process
         self._seconds = max(1, math.ceil(timeout * _SHARE))
         self._tokens: Latest[_Tokens] = Latest(lambda key, place: _Tokens.of(tokenizer, key, place))
@@ -81,7 +82,7 @@ class _Tokens(NamedTuple):
     sent: WorkerVocabulary
 
     @classmethod
-    def of(cls, tokenizer: Any, key: Key, place: int) -> _Tokens:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, key: Key, place: int) -> _Tokens:
         info = spelled(tokenizer, key)
         return cls(info, WorkerVocabulary(place, info.serialize_json(), max_at_once()))
 

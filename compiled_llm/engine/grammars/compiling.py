@@ -10,13 +10,14 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.engine.grammars.compilers import KEPT, Compilers, max_at_once
 from compiled_llm.engine.grammars.ends import ends_of
 from compiled_llm.engine.grammars.form import GrammarForm
+from compiled_llm.engine.grammars.forms.given import source_of
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, message_of
 from compiled_llm.engine.grammars.mask_writer import MaskWriter
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
@@ -25,6 +26,7 @@ from compiled_llm.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import xgrammar
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_THREADS = 16
 """One place of them is kept for grammars that begin: one that takes long there is put off, and begins again later."""
@@ -56,7 +58,7 @@ class Grammars:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         compilers: Compilers,
         timeout: float,
         arrive: Callable[[Sequence[Request]], None],
@@ -92,7 +94,7 @@ class Grammars:
             return [None] * params.n
         others = params.stop_token_ids or ()
         form = GrammarForm(
-            source=params.structured_outputs.source,
+            source=source_of(params.structured_outputs),
             stops=ends_of(eos, others, vocabulary, self._tokenizer),
             vocabulary=vocabulary,
             writer=self._writer,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from compiled_llm.engine.grammars.forms.grammar_source import check_installed
 
 
-def ends_of(eos: frozenset[int], others: Iterable[int], vocabulary: int, tokenizer: Any) -> frozenset[int]:
+def ends_of(eos: frozenset[int], others: Iterable[int], vocabulary: int, tokenizer: object) -> frozenset[int]:
     """Check that grammars can be compiled, and return those tokens: ``eos``, else ``others``, else the tokenizer's own.
 
     Raises:

@@ -12,8 +12,14 @@ from compiled_llm.engine.grammars.forms.given import check_params as check_param
 from compiled_llm.engine.grammars.forms.grammar_source import is_installed
 
 if TYPE_CHECKING:
+    from compiled_llm.engine.grammars import part as this
     from compiled_llm.engine.grammars.compiling import Grammars
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
+    from compiled_llm.engine.parts import GrammarsPart
+    from compiled_llm.requests.structured_outputs import FormsPart
+
+    checked: GrammarsPart = this
+    checked_for_requests: FormsPart = this
 
 
 def start_worker() -> WorkerProcess | None:

@@ -52,7 +52,7 @@ def _of_messages(messages: Sequence[Any], processor: Any, image_token: int) -> M
     return _asked(processor.apply_chat_template, loaded, add_generation_prompt=True, **options)
 
 
-def _with_pictures(message: Any, processor: Any) -> Any:
+def _with_pictures(message: Any, processor: Any) -> object:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, (list, tuple)):
         return message
@@ -73,7 +73,7 @@ def _part(part: Any, processor: Any) -> Any:
     return {"type": "image", "image": _given(part["image"], processor)}
 
 
-def _given(picture: Any, processor: Any) -> Any:
+def _given(picture: object, processor: object) -> Any:
     """Return a picture as the processor is given it; ValueError if it cannot be had, or is made too large."""
     image = opened(picture)
     image_processor = getattr(processor, "image_processor", None)
@@ -82,12 +82,12 @@ def _given(picture: Any, processor: Any) -> Any:
     return as_read_by(image_processor, image)
 
 
-def _shown(part: Any) -> str:
+def _shown(part: object) -> str:
     keys = f" with {', '.join(map(repr, part))}" if isinstance(part, Mapping) else ""
     return f"of type {part['type']!r}{keys}" if isinstance(part, Mapping) and "type" in part else f"{part!r:.40}"
 
 
-def _of_dictionary(prompt: Mapping[str, Any], processor: Any, image_token: int) -> Mapping[str, Any]:
+def _of_dictionary(prompt: Mapping[str, Any], processor: object, image_token: int) -> Mapping[str, Any]:
     data = prompt["multi_modal_data"]
     for name in data if isinstance(data, Mapping) else ():
         if name != "image":
@@ -102,19 +102,19 @@ def _of_dictionary(prompt: Mapping[str, Any], processor: Any, image_token: int) 
     return inputs_of_text(prompt.get("prompt"), pictures, processor)
 
 
-def inputs_of_text(text: Any, images: Sequence[Any], processor: Any) -> Mapping[str, Any]:
+def inputs_of_text(text: object, images: Sequence[Any], processor: object) -> Mapping[str, Any]:
     """Return what the processor makes of a text with images as it is given them; raises as ``_asked``."""
     options = _without_a_second_beginning(text, processor)
     return _asked(processor, text=[text], images=list(images), return_tensors="pt", **options)
 
 
-def _without_a_second_beginning(text: Any, processor: Any) -> dict[str, Any]:
+def _without_a_second_beginning(text: object, processor: object) -> dict[str, Any]:
     """Return an option for a text that a chat template has begun with the token of beginnings, as messages have."""
     begin = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
     return {"add_special_tokens": False} if begin and isinstance(text, str) and text.startswith(begin) else {}
 
 
-def _of_ids(ids: NDArray[np.int64], pictures: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:
+def _of_ids(ids: NDArray[np.int64], pictures: Sequence[Any], processor: object, image_token: int) -> Mapping[str, Any]:
     """Return the inputs of token ids that have one token for each picture, as vLLM takes them, or all of them."""
     image = getattr(processor, "image_token", None)
     if image is None:
@@ -142,7 +142,7 @@ def _of_ids(ids: NDArray[np.int64], pictures: Sequence[Any], processor: Any, ima
     return {**inputs, "input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **marks}
 
 
-def _asked(function: Any, *arguments: Any, **options: Any) -> Mapping[str, Any]:
+def _asked(function: Any, *arguments: object, **options: object) -> Mapping[str, Any]:
     """Return what the processor returns; ValueError says why it does not, UnreadError that an image cannot be had."""
     try:
         returned: Mapping[str, Any] = function(*arguments, **options)

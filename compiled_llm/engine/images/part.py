@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,12 +24,18 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 from compiled_llm.requests.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from compiled_llm.engine.images import part as this
+    from compiled_llm.engine.parts import ImagesPart
+
+    checked: ImagesPart = this
+
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def images_of(
-    prompt: Any,
-    processor: Any,
+    prompt: object,
+    processor: object,
     params: SamplingParams,
     model_runner: ModelRunner,
     salt: Hashable,

@@ -72,7 +72,7 @@ def has_further_frames(image: Image) -> bool:
     return image.format != "MPO" and getattr(image, "n_frames", 1) > 1
 
 
-def _file(picture: Any) -> Any:
+def _file(picture: object) -> Any:
     """Return what Pillow opens: a path, or bytes as a file."""
     if isinstance(picture, (bytes, bytearray, memoryview)):
         _check_bytes(len(picture))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder
 from compiled_llm.engine.images.encoder_cache import EncoderCache, Features
 from compiled_llm.engine.images.keys import patches_of
 from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 _UNREAD = frozenset({"last_hidden_state", "hidden_states", "attentions"})
 """Fields of what encoders return that the rest of a model does not read."""
@@ -49,18 +53,18 @@ class PromptEncoder:
             moved["pixel_values"] = torch.zeros((), dtype=pixels.dtype, device=device).expand(pixels.shape)
         return moved
 
-    def encoding(self, model: Any, cache: EncoderCache) -> Any:
+    def encoding(self, model: PreTrainedModel, cache: EncoderCache) -> Any:
         """Return a copy of a model whose encoder this is."""
         path = ("model",) if "model" in model._modules else ()
         return with_another(model, path, lambda inner: self._encoding(inner, cache))
 
-    def _encoding(self, inner: Any, cache: EncoderCache) -> Any:
+    def _encoding(self, inner: nn.Module, cache: EncoderCache) -> Any:
         compute = getattr(inner, "get_image_features", None)
         if compute is None:
             return shallow_copy(inner)
         names, generation = inspect.signature(compute), cache.generation
 
-        def get_image_features(*arguments: Any, **options: Any) -> Any:
+        def get_image_features(*arguments: object, **options: object) -> Any:
             given = names.bind(*arguments, **options)
             if self.patches is None:
                 return self._of_all(lambda: compute(*arguments, **options), cache, generation)
@@ -68,7 +72,7 @@ class PromptEncoder:
 
         return shallow_copy(inner, get_image_features=get_image_features)
 
-    def _of_all(self, compute: Callable[[], Any], cache: EncoderCache, generation: int) -> Any:
+    def _of_all(self, compute: Callable[[], Any], cache: EncoderCache, generation: int) -> object:
         if (found := cache.get(key := tuple(self._keys))) is not None:
             return found.kind(**found.fields)
         made = compute()
@@ -79,7 +83,7 @@ class PromptEncoder:
 
     def _of_each(
         self, given: inspect.BoundArguments, compute: Callable[..., Any], cache: EncoderCache, generation: int
-    ) -> Any:
+    ) -> object:
         """Compute the last pictures, of which the grid has so many, and only those that are missed."""
         grid = given.arguments["image_grid_thw"]
 
@@ -113,7 +117,7 @@ class PromptEncoder:
         return [found[key] for key in asked]
 
     def features(
-        self, model: Any, numbers: Sequence[int], cache: EncoderCache, own: CompiledEncoder | None
+        self, model: PreTrainedModel, numbers: Sequence[int], cache: EncoderCache, own: CompiledEncoder | None
     ) -> list[Tensor]:
         """Return ``[1 + F, K, C]`` of each of some pictures with patches: of the last layer, then of F others.
 
@@ -175,7 +179,7 @@ def _joined(pictures: Sequence[Features]) -> Any:
     return pictures[0].kind(**joined)
 
 
-def _owned(value: Any) -> Any:
+def _owned(value: object) -> object:
     """Return a tensor, or a list of some, without the larger ones that they are views of."""
     if isinstance(value, (list, tuple)):
         return [_owned(own) for own in value]

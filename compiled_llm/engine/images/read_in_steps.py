@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from compiled_llm.execution.lifecycle.warmup import Report, quiet
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.packing import NO_ROWS
 from compiled_llm.model.facts import ModelFacts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _FAMILIES = frozenset(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"))
 
@@ -63,7 +66,7 @@ def _prepare_encoder(encoder: CompiledEncoder, facts: ModelFacts) -> None:
         encoder.prepare(model.model.visual)
 
 
-def _well_formed(encoder: PromptEncoder, config: Any) -> bool:
+def _well_formed(encoder: PromptEncoder, config: PretrainedConfig) -> bool:
     """Whether pixels and tokens of all pictures are as many as the model's config says."""
     if encoder.patches is None:
         return False

@@ -47,7 +47,7 @@ def _squares_first(image_processor: Any) -> bool:
     return bool(pads) and not scaled_first
 
 
-def _shortest_edge(size: Any) -> int | None:
+def _shortest_edge(size: object) -> int | None:
     """Return the edge that images are scaled to, however long the other one becomes; None if that is bounded, too."""
     edges = size if isinstance(size, Mapping) else vars(size) if hasattr(size, "__dict__") else {}
     edge = None if edges.get("longest_edge") else edges.get("shortest_edge")

@@ -71,7 +71,7 @@ def shown_step(
 
 
 def deep_forward(
-    model: Any, *, deep: Tensor, first: Tensor, logits_to_keep: Tensor, **inputs: Any
+    model: PreTrainedModel, *, deep: Tensor, first: Tensor, logits_to_keep: Tensor, **inputs: object
 ) -> CausalLMOutputWithPast:
     """Run embeddings ``[1, T, C]`` as HuggingFace's forward, and add ``deep`` to what the first layers return.
 

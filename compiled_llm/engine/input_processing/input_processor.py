@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from numbers import Integral, Real
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +13,18 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSampling
-from compiled_llm.engine.steps.constraint import AnswerForm, Constraint, Processor
+from compiled_llm.engine.parts import EngineGrammars
+from compiled_llm.engine.steps.constraint import Constraint, Processor
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.taps import TAPS
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.features import needed
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
 from compiled_llm.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    pass
 
 
 class QueueFullError(RuntimeError):
@@ -48,16 +53,6 @@ class TokenFacts(NamedTuple):
         return self._replace(eos_token_ids=self.eos_token_ids.union(more))
 
 
-class AnswerForms(Protocol):
-    """The forms of an engine's answers, which are followed once they are compiled."""
-
-    def forms_of(
-        self, params: SamplingParams, eos: frozenset[int], vocabulary: int
-    ) -> Sequence[AnswerForm | None]: ...  # of each of the ``n`` answers to a prompt; None of one of any text
-    def begin(self, requests: Sequence[Request], params: SamplingParams) -> None: ...
-    def compile(self, requests: Sequence[Request]) -> None: ...
-
-
 def check_queue(waiting: int, more: int, most: int | None) -> None:
     """Raise QueueFullError if ``more`` requests would be too many."""
     if most is not None and waiting + more > most:
@@ -70,7 +65,7 @@ def requests_for(
     model: TokenFacts,
     model_runner: ModelRunner,
     tokenizer: Any,
-    forms: AnswerForms | None = None,
+    forms: EngineGrammars | None = None,
     *,
     max_model_len: int | None = None,
     priority: int = 0,
@@ -107,7 +102,7 @@ def requests_for(
     ends = stops if params.ignore_eos else stops | eos
     held = [None] * params.n if forms is None else forms.forms_of(params, eos, width)
     processors = tuple(map(Processor.of, params.logits_processors or ()))
-    asked = [needed(name, "engine").TAP.asked(params=params) for name in params.features]
+    asked = [needed(TAPS.named(name)).TAP.asked(params=params) for name in params.features]
     requests: list[Request] = []
     samplings = {} if samplings is None else samplings
     if id(params) not in samplings:  # which keeps the settings

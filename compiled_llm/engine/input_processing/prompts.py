@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 
 from compiled_llm.requests.prompts import check_texts, content_of, is_dictionary
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | NDArray[np.int64] | torch.Tensor
 """Text, token ids, the messages of a chat, or one of vLLM's dictionaries, ``{"prompt": text}`` or of token ids."""
 # Those with pictures are of the same types; ``engine/images`` reads them.
 
 
-def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int64]:
+def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> NDArray[np.int64]:
     """Return a prompt's tokens, of which the model can take ``vocabulary``; ValueError says what is missing."""
     ids = np.asarray(_ids(prompt, tokenizer))
     if ids.ndim > 1 and ids.dtype.kind == "f":
@@ -50,7 +53,7 @@ def _ids(prompt: Prompt, tokenizer: Any) -> Any:
     return chat(listed, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def _one_sequence(prompt: Any) -> Sequence[Any]:
+def _one_sequence(prompt: object) -> Sequence[Any]:
     """Return token ids or messages as they are; ValueError for what is neither."""
     if not isinstance(prompt, Sequence):
         kind = type(prompt).__name__
@@ -64,7 +67,7 @@ def _one_sequence(prompt: Any) -> Sequence[Any]:
     return prompt
 
 
-def _with_tokenizer(tokenizer: Any, what: str) -> Any:
+def _with_tokenizer(tokenizer: object, what: str) -> Any:
     if tokenizer is None:
         raise ValueError(
             f"prompt: {what} a tokenizer; give compiled_llm.Engine(model, tokenizer=tokenizer), or token ids"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.requests.sampling_params import SAMPLED_BY, SEEDS, SamplingParams
 from compiled_llm_ops import MAX_BIASES, MAX_FOLLOWED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _COLDEST, _HOTTEST = 1e-20, 1e20
 """Temperatures from which on draws are the same; with others, scores would not be finite in float32."""
 
@@ -23,7 +26,9 @@ _COLDEST, _HOTTEST = 1e-20, 1e20
 class RequestSampling:
     """The sampling settings of ``SamplingParams`` on one model, for any prompt."""
 
-    def __init__(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> None:
+    def __init__(
+        self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         """Check and pack the settings; ``ends`` are tokens that end an answer, or would if they were not ignored.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compiled_llm.compat.huggingface import sees_images
+from compiled_llm.engine.parts import DRAFTS, IMAGES
 from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
@@ -13,7 +14,7 @@ from compiled_llm.features import feature, needed
 
 def prepare_pictures(model_runner: ModelRunner, report: Report) -> None:
     """Prepare prompts with pictures, if the model has eyes, and steps read what they see."""
-    images = feature("images", "engine") if sees_images(model_runner.state.facts.model) else None
+    images = feature(IMAGES) if sees_images(model_runner.state.facts.model) else None
     if images is not None:
         images.prepare(model_runner, report)
 
@@ -35,7 +36,7 @@ def warm_up(
         for tap in engine_taps():
             tap.prepare(model_runner)
         if (speculation := engine_thread.placed.settings.speculation) is not None:
-            needed("drafts", "engine").prepare(model_runner, speculation, wanted.rows, report)
+            needed(DRAFTS).prepare(model_runner, speculation, wanted.rows, report)
         if shows:
             prepare_pictures(model_runner, report)
         model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

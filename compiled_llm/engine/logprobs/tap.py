@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,12 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.sampling.adjustments import Noted
+
+if TYPE_CHECKING:
+    from compiled_llm.engine.logprobs import tap as this
+    from compiled_llm.engine.steps.taps import TapPart
+
+    checked: TapPart = this
 
 NAME = "logprobs"
 """By which a request has its ``RequestLogprobs``."""
@@ -55,7 +61,7 @@ class LogprobsTap(EngineTap):
         return Watch(self.model_runner, wanting, scored, self.logprobs_mode == "processed_logprobs")
 
 
-TAP = LogprobsTap
+TAP: type[EngineTap] = LogprobsTap
 
 
 def _score_nothing(model_runner: ModelRunner) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from compiled_llm.engine.pooling.launches import NAME, SCORES, STATES, PoolingTa
 from compiled_llm.engine.pooling.sentence_files import SentenceFiles
 from compiled_llm.engine.pooling.served import served as served_by
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.taps import EngineTap, TapPart
 from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.requests.outputs import RequestOutput
@@ -21,7 +22,14 @@ from compiled_llm.requests.pooling.embeddings import POOLED, check_dimensions, e
 from compiled_llm.requests.prompts import listed
 from compiled_llm.requests.sampling_params import SamplingParams
 
-TAP = PoolingTap
+if TYPE_CHECKING:
+    from compiled_llm.engine.parts import PoolingPart
+    from compiled_llm.engine.pooling import part as this
+
+    checked: PoolingPart = this
+    checked_for_loops: TapPart = this
+
+TAP: type[EngineTap] = PoolingTap
 
 Texts = str | Sequence[int] | Iterable[str | Sequence[int]]
 """A text or its token ids, or several."""

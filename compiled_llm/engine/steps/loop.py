@@ -8,26 +8,26 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.admission.policies import AdmissionName, policy_of
 from compiled_llm.engine.chunks.policies import MaxStep, policy_of as chunks_of
-from compiled_llm.engine.engine_options import LogprobsMode
+from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.plan import Chunk, RunsApart, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
+from compiled_llm.engine.steps.taps import LogprobsMode, PlanTap, UnreadOutput, engine_taps
 from compiled_llm.engine.steps.timing.late_launch import LateLaunch
 from compiled_llm.engine.steps.token_budget import TokenBudget
-from compiled_llm.execution.batch import Batch, Extension, StepOutput
+from compiled_llm.execution.batch import Batch, Drafting, Extension, StepOutput
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.pipeline import Pipeline, SampledTokens, Ticket
 from compiled_llm.execution.state.device_timer import DeviceTimer
-from compiled_llm.features import needed
+from compiled_llm.features import Seam, needed
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 
@@ -88,6 +88,35 @@ class LoopSettings(NamedTuple):
     max_model_len: int | None = None
 
 
+class LoopDrafts(Protocol):
+    """What guesses tokens for the steps of one loop."""
+
+    @property
+    def counts(self) -> DraftStats:
+        """What has come of all steps that were read."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """How many tokens a row may have, guesses among them."""
+        ...
+
+    def new_tokens(self, requests: Sequence[Request], step: int) -> int:
+        """Return how many tokens each of these requests feeds in next; all but the first one are guesses."""
+        ...
+
+    def drafting(self, plan: StepPlan) -> Drafting: ...
+
+
+class LoopDraftsPart(Protocol):
+    """The part that guesses tokens, as a loop asks it."""
+
+    def drafts_of(self, model_runner: ModelRunner, settings: LoopSettings) -> LoopDrafts: ...
+
+
+_DRAFTS = Seam[LoopDraftsPart]("drafts", "engine")
+
+
 class Loop:
     """An engine's loop: runs a scheduler's plans with a model runner; one thread at a time.
 
@@ -105,9 +134,9 @@ class Loop:
         prefixes: PrefixTree | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         mixed: Mixed = "auto",
-        drafts: Any = None,
+        drafts: LoopDrafts | None = None,
     ) -> None:
-        """``drafts`` are ``EngineDrafts``, if tokens are guessed."""
+        """``drafts`` are there if tokens are guessed."""
         self.drafts = drafts
         self._token_budget = token_budget
         self.model_runner = model_runner
@@ -132,7 +161,7 @@ class Loop:
         slots, admission = model_runner.state.slots.room_for, policy_of(settings.admission)
         drafts = new_tokens = positions = None
         if settings.speculation is not None:
-            drafts = needed("drafts", "engine").drafts_of(model_runner, settings)
+            drafts = needed(_DRAFTS).drafts_of(model_runner, settings)
             new_tokens, positions = drafts.new_tokens, drafts.max_positions
         scheduler = Scheduler(
             *(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots, admission),
@@ -323,7 +352,7 @@ class Loop:
             mixed = self._mixes(rows, extend)
             taps = [own for tap in self._taps if (own := tap.of_plan(plan)) is not None]
             new_tokens = 1 if mixed else plan.new_tokens
-            drafting = self.drafts.drafting(plan) if new_tokens > 1 else None
+            drafting = self.drafts.drafting(plan) if self.drafts is not None and new_tokens > 1 else None
             batch = Batch(rows, extend, mixed=mixed, taps=taps, drafting=drafting)
             constrained = Constrained.among(plan.sampled)
             self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.features import FEATURES, feature
+from compiled_llm.features import Seams, features
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
 
 
 class UnreadOutput(Protocol):
@@ -39,11 +42,11 @@ class PlanTap(Tap):
 class EngineTap:
     """A watcher of one loop."""
 
-    def __init__(self, model_runner: ModelRunner, scheduler: Scheduler, logprobs_mode: str) -> None:
+    def __init__(self, model_runner: ModelRunner, scheduler: Scheduler, logprobs_mode: LogprobsMode) -> None:
         self.model_runner, self.scheduler, self.logprobs_mode = model_runner, scheduler, logprobs_mode
 
     @staticmethod
-    def asked(**asked: Any) -> Callable[[Request], None]:
+    def asked(**asked: object) -> Callable[[Request], None]:
         """Check what a user asks for, and return what lets a request have it; ValueError if it cannot be had."""
         raise NotImplementedError
 
@@ -62,6 +65,15 @@ class EngineTap:
         """Note what has been handed out, and the requests that have ended with it."""
 
 
+class TapPart(Protocol):
+    """A part that gives requests something besides tokens."""
+
+    TAP: type[EngineTap]
+
+
+TAPS = Seams[TapPart]("engine", "TAP")
+EMITTED = TAPS.named("hidden_states")
+
+
 def engine_taps() -> Sequence[type[EngineTap]]:
-    parts = [feature(name, "engine") for name in FEATURES]
-    return [part.TAP for part in parts if hasattr(part, "TAP")]
+    return [part.TAP for part in features(TAPS)]

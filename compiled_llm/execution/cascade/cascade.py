@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from compiled_llm.execution.cascade.shared_runs import SharedRuns
 from compiled_llm.execution.cascade.tables import LEAST_KEYS, CascadeTable
@@ -13,6 +14,12 @@ from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 from compiled_llm_ops.attention.cascade.tables import SharedRun
 from compiled_llm_ops.contracts import CASCADE_QUERIES
 from compiled_llm_ops.protocol import DecodeOps
+
+if TYPE_CHECKING:
+    from compiled_llm.execution.cascade import cascade as this
+    from compiled_llm.execution.state.runner_state import CascadePart
+
+    checked: CascadePart = this
 
 
 class Cascade:
@@ -76,3 +83,6 @@ class RowsThatShare:
         if found is not self._found:
             self._found, self._pays = found, self._cascade.pays(found, len(rows))
         return found if self._pays else ()
+
+
+sharing_of = Cascade.of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +147,3 @@ class _Drafting:
 
     def read(self, accepted: AcceptedTokens) -> list[list[int]]:
         return self._drafts.read(accepted)
-
-
-PART: Any = Drafts

@@ -101,7 +101,8 @@ class PrefillPacker:
         """Write a chunk to where the CUDA graph of its shape reads it, and plan it."""
         self._state.staging.upload([(as_bytes(chunk.packed), filled), (chunk.table.indices, self._indices)])
         self._planner.plan_prefill(chunk.table, chunk.shape)
-        self._extra_at_fixed_place(chunk)
+        if chunk.extra is not None:
+            self._extra_at_fixed_place(chunk)
 
     def _extra_at_fixed_place(self, chunk: PaddedChunk) -> ExtraTensors | None:
         if chunk.extra is None or self._largest is None:

@@ -77,7 +77,8 @@ class Prefill:
         slots = self._state.slots.of([], 0)
         if keep is None:
             keep, slots = self._sampled(extensions, remember)
-        extensions = self._placed(extensions)
+        if self._state.taps or self._state.pool.states is not None:
+            extensions = self._placed(extensions)
         self._state.arena.flush()
         whole = asked._replace(rows=extensions, keep=keep, slots=slots)
         parts = []

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -108,23 +108,26 @@ class PrefillShapes:
         return shape._replace(phase="scoring") if scored else None
 
     def _smallest(self, chunk: PrefillChunk) -> StepKey | None:
-        shape = self._captured.smallest(sum(chunk.queries), len(chunk.rows))
+        queries = chunk.queries
+        shape = self._captured.smallest(sum(queries), len(queries))
         if shape is None or (chunk.wants and shape.tokens > self._most_with_states):
             return None
         program = "" if chunk.extra is None else chunk.extra.program.name
         shape = shape._replace(wants=chunk.wants, pooling=chunk.pooling, program=program)
-        schedules = [self.simplest] if program else self._schedules_for(chunk.queries, chunk.lengths)
+        schedules = [self.simplest] if program else self._schedules_for(queries, chunk.lengths)
         return self._first_that_fits(shape, schedules)
 
-    def _schedules_for(self, queries: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    def _schedules_for(self, queries: Sequence[int], lengths: Sequence[int]) -> Iterator[int]:
         # A schedule that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
+        yield self._planner.schedule_for(queries, lengths)
         tokens = sum(queries)
-        alone = self._planner.schedule_for([tokens], [max(*lengths, tokens)])
-        return [self._planner.schedule_for(queries, lengths), alone]
+        yield self._planner.schedule_for([tokens], [max(*lengths, tokens)])
 
-    def _first_that_fits(self, shape: StepKey, schedules: Sequence[int]) -> StepKey | None:
-        shapes = (shape._replace(schedule=schedule) for schedule in schedules)
-        return next(filter(self.fits, shapes), None)  # larger ones fit even less
+    def _first_that_fits(self, shape: StepKey, schedules: Iterable[int]) -> StepKey | None:
+        for schedule in schedules:
+            if self.fits(wanted := shape._replace(schedule=schedule)):
+                return wanted
+        return None  # larger ones fit even less
 
     def schedule_for(self, chunk: PrefillChunk) -> int:
         """Return the schedule of a launch that is not padded; programs that read extra inputs have one."""

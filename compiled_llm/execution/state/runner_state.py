@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import Budget, StepTable
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
@@ -20,9 +22,9 @@ from compiled_llm.execution.state.runner_tap import RunnerTap
 from compiled_llm.execution.state.score_room import ScoreRoom
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
-from compiled_llm.features import feature
+from compiled_llm.features import Seam, feature
 from compiled_llm.kinds.registry import CODECS
-from compiled_llm.kinds.rows import NO_ENTRY
+from compiled_llm.kinds.rows import NO_ENTRY, JointAttention
 from compiled_llm.kinds.scales import allocate_scales
 from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.memory import (
@@ -41,10 +43,49 @@ from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.plain_attention import as_bytes
+from compiled_llm_ops.protocol import DecodeOps
 
 _SPARE_STATES = 2
 _KEPT_STATES_FOR_A_ROW, _MOST_KEPT_STATES = 2, 32
 """Entries for states after beginnings of texts, which a prefix tree keeps: for each row of a batch, and at most."""
+
+
+class SharedTables(Protocol):
+    """The tables by which decode steps read pages that several rows share."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def of(self, step: StepKey) -> JointAttention: ...
+    def lay_out(self, runs: Sequence[Any], rows: Sequence[Row], step: StepKey) -> None:
+        """Write which pages of ``rows``, which have slots, are read together: the ``runs`` of a ``RunsOfLoop``."""
+        ...
+
+
+class RunsOfLoop(Protocol):
+    """The runs of pages that rows of one loop share."""
+
+    def runs(self, rows: Sequence[Row]) -> Sequence[Any]:
+        """Return those that are read once."""
+        ...
+
+
+class PageSharing(Protocol):
+    """When decode steps read pages that rows share once."""
+
+    def tables(self, state: RunnerState) -> SharedTables: ...
+    def of_loop(self) -> RunsOfLoop: ...
+    def may_pay(self, rows: int) -> bool:
+        """Return whether a step of so many rows reads shared pages once if all of them share as much as they can."""
+        ...
+
+
+class CascadePart(Protocol):
+    """The part that reads shared pages once."""
+
+    def sharing_of(self, state: RunnerState, ops: DecodeOps | None) -> PageSharing | None: ...
+
+
+_CASCADE = Seam[CascadePart]("cascade", "execution")
 
 
 class RunnerState:
@@ -94,8 +135,8 @@ class RunnerState:
         self.specs = kv_cache_specs(facts.layers, *paging, self.scales)
         for tensor in [tensor for spec in self.specs for tensor in spec.scales if tensor is not None]:
             mark_static(tensor)
-        cascade = feature("cascade", "execution")
-        self.sharing = None if cascade is None else cascade.Cascade.of(self, chosen.decode_ops)
+        cascade = feature(_CASCADE)
+        self.sharing = None if cascade is None else cascade.sharing_of(self, chosen.decode_ops)
         entries = self._entries_of_states() if entries is None else entries
         count, self.scores = self._room_for_pages(entries)
         with torch.inference_mode(False):

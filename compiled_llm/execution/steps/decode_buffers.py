@@ -60,7 +60,7 @@ class DecodeBuffers:
         self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states, taps=taps)
         self._views: dict[StepKey, DecodeInputs] = {}
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._sharing: Any = None if state.sharing is None else state.sharing.tables(state)
+        self._sharing = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
         self.drafts: dict[str, Callable[[StepKey], Any]] = {}  # what steps draft with, by their ``StepKey.drafter``
         self.follows_tokens, self.follows_pages = planner.follows_tokens, planner.decodes
@@ -143,6 +143,7 @@ class DecodeBuffers:
         if self._plain and self._graph_manager.programs.interpreted and not is_profiling():  # a profile names ops
             inputs = inputs._replace(shares_places=True)
         if step.shares:
+            assert self._sharing is not None, "steps share pages"
             return inputs._replace(shared=self._sharing.of(step))
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of(step))
 

@@ -78,7 +78,7 @@ def _move_out(layer: Any) -> None:
             raise
 
 
-def _place_of(layer: Any) -> _InPages | None:
+def _place_of(layer: object) -> _InPages | None:
     found: _InPages | None = object.__getattribute__(layer, "__dict__").get(_PLACE)
     return found
 
@@ -88,13 +88,13 @@ def _in_pages(layer_class: type[DynamicLayer]) -> type[DynamicLayer]:
     """Return the class that a layer has while its tokens lie in pages: the first look at it moves them out."""
     # It has the name of the layer's own, its only base, or a layer could not change from one to the other.
 
-    def look(self: DynamicLayer, name: str) -> Any:
+    def look(self: DynamicLayer, name: str) -> object:
         if name in _NO_LOOK:
             return object.__getattribute__(self, name)
         _move_out(self)
         return getattr(self, name)
 
-    def change(self: DynamicLayer, name: str, value: Any) -> None:
+    def change(self: DynamicLayer, name: str, value: object) -> None:
         _move_out(self)
         setattr(self, name, value)
 

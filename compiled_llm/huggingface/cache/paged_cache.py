@@ -337,7 +337,7 @@ class PagedCache(Cache):
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
     def _decode(
-        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: Any
+        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: object
     ) -> tuple[Tensor, Any]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         self.model_runner.expect_changes()  # since the last forward
@@ -359,7 +359,7 @@ class PagedCache(Cache):
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
-        wanted: Any,
+        wanted: object,
     ) -> tuple[Tensor, Any]:
         first = self.seen
         new = position_ids.shape[1]

@@ -24,7 +24,7 @@ class LayerSource(Protocol):
 def _refused(method: str) -> Any:
     """Return a method that raises: the layers of a cache share their rows, and pages stay where the model is."""
 
-    def refuse(self: PagedLayer, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self: PagedLayer, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
             f"{method}: the layers of a PagedCache share their rows, so layer {self._index} cannot change alone; call "
             "the method of the cache, or use a DynamicCache"

@@ -65,7 +65,7 @@ def _keys_and_values(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tens
     return layer.keys[:, :, :columns], layer.values[:, :, :columns]
 
 
-def _index_keys(layer: Any, columns: int) -> tuple[Tensor, Tensor]:
+def _index_keys(layer: object, columns: int) -> tuple[Tensor, Tensor]:
     """Return the index keys of a layer, as a head, and values of no size."""
     kept = index_keys(layer)
     assert kept is not None

@@ -7,12 +7,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.features import LATE_INPUTS, has
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.features import LATE_INPUTS, Seams, feature, has
+from compiled_llm.huggingface.cache.extra_columns import ExtraColumns
+from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -35,11 +40,37 @@ def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCop
     return not bool(copies.of(value).any())
 
 
-def reader_of(inputs: Mapping[str, Any]) -> str | None:
-    """Return the feature whose steps may read what inputs have besides tokens; None if they have nothing of it."""
+class ReadColumns(ExtraColumns, Protocol):
+    """What a part has read for the rows of a forward."""
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """``[B, Q]``."""
+        ...
+
+
+class InputsPart(Protocol):
+    """A part that reads inputs of a model besides tokens."""
+
+    def steps_obstacle(self, runtime: CompiledModel, inputs: Sequence[str]) -> str | None:
+        """Return why steps do not read such ``inputs``, or None."""
+        ...
+
+    def encoded(self, model: PreTrainedModel, runtime: CompiledModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a call, with what an encoder makes of them in their place, if steps read that."""
+        ...
+
+    def columns_of(self, model_runner: ModelRunner, ids: Tensor, inputs: Mapping[str, Any]) -> ReadColumns: ...
+
+
+_INPUTS = Seams[InputsPart]("huggingface", "columns_of")
+
+
+def reader_of(inputs: Mapping[str, Any]) -> InputsPart | None:
+    """Return the part whose steps may read what inputs have besides tokens; None if they have nothing of it."""
     for path, own in LATE_INPUTS.items():
         if path[0] in inputs and has(own) and _at(inputs, path) is not None:
-            return own
+            return feature(_INPUTS.named(own))
     return None
 
 

@@ -26,12 +26,11 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.features import needed
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.extra_columns import EmbeddedColumns, ExtraColumns
 from compiled_llm.huggingface.cache.hidden_columns import VisibilityMismatchError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
-from compiled_llm.huggingface.cache.more_outputs import more_outputs
+from compiled_llm.huggingface.cache.more_outputs import EmittedOutputs, MoreOutputs, more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
@@ -111,7 +110,7 @@ def _run_original(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[
 
 def _run_prefill(
     original: Any, self: Any, arguments: Mapping[str, Any], cache: PagedCache, prefill: PendingPrompt
-) -> Any:
+) -> object:
     """Run HuggingFace's own forward over a cache of its own, and read in the tokens that it leaves there."""
     with self.compiled.facts.attention.original():
         output = original(self, **{**arguments, self.compiled.facts.cache_argument: prefill.over})
@@ -133,7 +132,7 @@ def _run_prefill(
     return output
 
 
-def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> Any:
+def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> object:
     """Run the compiled forward over our cache; HuggingFace's own takes only one that ``generate`` has made."""
     runtime = self.compiled
     call = current_call.get()
@@ -162,7 +161,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
         return original(self, **{**arguments, runtime.facts.cache_argument: cache.handed_over(self.config)})
 
 
-def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> Any:
+def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> object:
     """Run a user's forward, named ``own``, and count it unless it calls ours, which counts itself."""
     runtime.home.check()
     paths: list[str] = []
@@ -280,11 +279,13 @@ def _output_class(original: Callable[..., Any]) -> type[ModelOutput]:
     return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
 
 
-def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: Any) -> tuple[Tensor, Any]:
+def _score(
+    runtime: CompiledModel, arguments: Mapping[str, Any], wanted: MoreOutputs | None
+) -> tuple[Tensor, EmittedOutputs | None]:
     """Return logits, and what is wanted besides; of at most ``max_batch_size`` rows at a time, and nothing is kept."""
     most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
     logits: list[Tensor] = []
-    emitted: list[Any] = []
+    emitted: list[EmittedOutputs | None] = []
     for start in range(0, rows, most):
         part = {name: _rows_of(name, value, rows, start, most) for name, value in arguments.items()}
         cache = runtime.new_cache()
@@ -297,17 +298,17 @@ def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: Any) ->
             cache.close()
     if len(logits) == 1:
         return logits[0], emitted[0]
-    return torch.cat(logits), None if wanted is None else type(emitted[0]).joined(emitted)
+    return torch.cat(logits), None if emitted[0] is None else emitted[0].joined(emitted)
 
 
-def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
+def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> object:
     per_row = name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") and len(value) == rows
     return value[start : start + count] if per_row else value
 
 
 def _checked_forward(
-    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: Any
-) -> tuple[Tensor, Any]:
+    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: MoreOutputs | None
+) -> tuple[Tensor, EmittedOutputs | None]:
     if not cache.model_runner.is_of(runtime.facts.model):
         raise _foreign(runtime.facts.cache_argument)
     ids, positions, extra = _columns_of(cache.model_runner, arguments)
@@ -336,7 +337,7 @@ def _columns_of(
     if (reader := reader_of(arguments)) is None:
         return ids, positions, None
     ids = copies().of(ids)
-    extra = needed(reader, "huggingface").columns_of(model_runner, ids, arguments)
+    extra = reader.columns_of(model_runner, ids, arguments)
     return ids, torch.from_numpy(extra.positions), extra
 
 

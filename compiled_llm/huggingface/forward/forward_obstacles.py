@@ -142,7 +142,7 @@ def _obstacles(
         yield from _cache_obstacles(model, cache, arguments)
 
 
-def _covers_text(mask: Any, arguments: Mapping[str, Any], cache: Cache | None) -> bool:
+def _covers_text(mask: object, arguments: Mapping[str, Any], cache: Cache | None) -> bool:
     """Whether a mask has a column for each token; for pages that hold tokens, for the last ones."""
     if not (isinstance(mask, Tensor) and mask.dim() == 2):
         return False

@@ -15,7 +15,7 @@ class HostCopies:
         self.counted: Tensor | None = None
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> Any:
         """Return a tensor's copy on the host; anything else is returned as it is."""
         if not isinstance(value, Tensor):
             return value

@@ -76,7 +76,7 @@ def _is_the_classs(model: PreTrainedModel, name: str) -> bool:
     return getattr(value, "__self__", None) is model and _is_classs(model, name, value)
 
 
-def _is_classs(model: PreTrainedModel, name: str, value: Any) -> bool:
+def _is_classs(model: PreTrainedModel, name: str, value: object) -> bool:
     """Whether a function is a method of the model's class, or the function in it that decorators wrap."""
     # Bound to another model, it is not. accelerate binds the innermost one when it takes its own wrappers off.
     method: Any = getattr(type(model), name, None)

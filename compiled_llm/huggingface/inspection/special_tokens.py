@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +43,6 @@ class SpecialTokens:
                 copies.note(*pair)
 
 
-def _are_tokens(value: Any) -> bool:
+def _are_tokens(value: object) -> bool:
     ids = value if type(value) is list and value else [value]
     return value is None or all(type(entry) is int and entry >= 0 for entry in ids)

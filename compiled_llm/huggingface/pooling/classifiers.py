@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +19,12 @@ from compiled_llm.compat.cache_names import output_field
 from compiled_llm.huggingface.forward.forward import run_forward
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.model.traced.shallow_copies import shallow_copy
+
+if TYPE_CHECKING:
+    from compiled_llm.huggingface.pooling import classifiers as this
+    from compiled_llm.huggingface.wrapped_model import ClassifiersPart
+
+    checked: ClassifiersPart = this
 
 
 def check(model: PreTrainedModel) -> None:
@@ -80,6 +86,6 @@ class _Scores(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=out.logits, **more)
 
 
-def refuse_to_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_to_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Say that classifiers do not generate."""
     raise UnsupportedModelError(f"generate: {type(self).__name__} scores texts, and writes none; call the model")

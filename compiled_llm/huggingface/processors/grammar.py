@@ -22,7 +22,7 @@ class Grammar(LogitsProcessor):
     """A marker for processors that are grammars."""
 
 
-def grammar_of(processors: Iterable[Any]) -> Any:
+def grammar_of(processors: Iterable[Any]) -> object:
     return next((processor for processor in processors if is_grammar(processor)), None)
 
 
@@ -31,7 +31,7 @@ def all_tokens(width: int) -> NDArray[np.int32]:
 
 
 def masks_from(
-    grammar: Any, rows: Sequence[Row], settings: Sequence[Sampling | None], ids: Callable[[], Tensor]
+    grammar: object, rows: Sequence[Row], settings: Sequence[Sampling | None], ids: Callable[[], Tensor]
 ) -> Callable[[], Masks] | None:
     """Return a function that gives each step's masks; None without a grammar."""
     # ``grammar``, a logits processor, is called as HuggingFace calls it, once a step, with ``ids()``: ``[B, T]`` int64

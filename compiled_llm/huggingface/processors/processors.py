@@ -158,7 +158,7 @@ def _numbers(found: _Found, do_sample: bool) -> Sampling:
     )
 
 
-def _seen(penalty: Any, prompts: Prompts) -> list[NDArray[np.int64]]:
+def _seen(penalty: object, prompts: Prompts) -> list[NDArray[np.int64]]:
     """Return the prompt tokens of each row that HuggingFace's repetition penalty counts; None of it counts none."""
     if penalty is None:
         return [np.zeros(0, dtype=np.int64)] * len(prompts.ids)
@@ -214,11 +214,11 @@ def _biases(found: _Found, prompts: Prompts) -> Iterator[Bias]:
         yield from (Bias(token, FORCED, step, step + 1) for token in dict.fromkeys(_listed(eos.eos_token_id, prompts)))
 
 
-def _barred(tokens: Any, prompts: Prompts, end: int, first: int = 0) -> list[Bias]:
+def _barred(tokens: object, prompts: Prompts, end: int, first: int = 0) -> list[Bias]:
     return [Bias(token, BARRED, first, end) for token in _listed(tokens, prompts)] if end > first else []
 
 
-def _listed(tokens: Any, prompts: Prompts) -> list[int]:
+def _listed(tokens: object, prompts: Prompts) -> list[int]:
     listed: list[int] = np.atleast_1d(np.asarray(prompts.copies.of(tokens))).tolist()
     return listed
 

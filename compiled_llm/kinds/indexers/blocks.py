@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.rows import NewestTokens, PackedTokens, Rows
 from compiled_llm.kinds.spec import PageScales
 from compiled_llm_ops.protocol import own_decode_ops
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _OPS = own_decode_ops()
 
@@ -85,7 +88,7 @@ class Blocks(Indexed):
         if not cls.layers_of(layers):
             return None
 
-        def made(model: PreTrainedModel, batch: Any) -> ForwardCache:
+        def made(model: PreTrainedModel, batch: object) -> ForwardCache:
             rows, pages = cls.rows_of(model, batch, layers)
             # Without a mask one would be made by the lengths of this cache.
             return ForwardCache(BlockChoices(rows, len(layers), pages), {"attention_mask": {"full_attention": None}})
@@ -100,7 +103,7 @@ class Blocks(Indexed):
     def together(self) -> int:
         return self.block_size
 
-    def chosen(self, config: Any) -> int:
+    def chosen(self, config: PretrainedConfig) -> int:
         return int(config.index_topk_blocks) * self.block_size
 
     def attend(self, rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:

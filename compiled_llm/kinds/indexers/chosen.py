@@ -43,7 +43,7 @@ class IndexedCache:
         self._memory, self.rows, self._index_pages = memory, rows, index_pages
         self.update, self.taken = memory.update, memory.taken
 
-    def update_indexer(self, keys: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+    def update_indexer(self, keys: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Tensor:
         """Take the index keys ``[B, q, I]`` of a layer's new tokens, and return those that its indexer may score."""
         return self.rows.extended(keys, self._index_pages[layer_idx])
 
@@ -95,7 +95,7 @@ class ChosenTokens(Indexed):
         beneath = type(next(iter(kinds.values())).memory).forward_cache(memories)
         assert beneath is not None, "kinds that read chosen tokens have one"
 
-        def made(model: PreTrainedModel, batch: Any) -> ForwardCache:
+        def made(model: PreTrainedModel, batch: object) -> ForwardCache:
             rows, pages = cls.rows_of(model, batch, layers)
             return ForwardCache(IndexedCache(beneath(model, batch).cache, rows, pages), {"attention_mask": rows.mask()})
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from compiled_llm.kinds.kind import KindOver, Layer, ScoreSizes, Trial, places_b
 from compiled_llm.kinds.rows import NewestTokens, PagedRows
 from compiled_llm_ops import Geometry, append_latent
 from compiled_llm_ops.backends import ChosenBackend
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> int:
@@ -168,7 +171,7 @@ class Indexed(KindOver):
         """How many tokens are chosen together."""
         return 1
 
-    def chosen(self, config: Any) -> int:
+    def chosen(self, config: PretrainedConfig) -> int:
         """Return how many tokens an indexer chooses for a query, by the text config."""
         return int(config.index_topk)
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from compiled_llm.kinds.recurrent import layers
 
-STATES = [layers]
+if TYPE_CHECKING:
+    from compiled_llm.kinds import recurrent as this
+    from compiled_llm.kinds.registry import StateLayers, StatesPart
+
+    checked: StatesPart = this
+
+STATES: Sequence[StateLayers] = [layers]

@@ -37,7 +37,7 @@ from compiled_llm.kinds.rows import NO_ENTRY, StateRows
 from compiled_llm.kinds.spec import StateSpec
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
 
-OPS = (
+OPS: Sequence[Sequence[torch._ops.OpOverload]] = (
     (torch.ops.compiled_llm.gated_delta_rule.default, torch.ops.compiled_llm.selective_scan.default),
     (torch.ops.compiled_llm.causal_conv1d.default,),  # of layers that have nothing else; most others have it, too
 )
@@ -81,12 +81,12 @@ class RecurrentStates:
             self._state = layer_idx, state_idx
         return False
 
-    def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object) -> Tensor:
         """Return the inputs of a convolution as they are; ``causal_conv1d`` follows."""
         self._state = layer_idx, state_idx
         return states
 
-    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> None:
+    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object) -> None:
         """Do nothing: the state has been written."""
 
     # ---- what stands in for functions of its layers
@@ -97,7 +97,7 @@ class RecurrentStates:
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Return ``[b, C, q]`` of as many, by a weight ``[C, W]``."""
         known = activation in (None, "silu", "swish")
@@ -126,7 +126,7 @@ class RecurrentStates:
         beta: Tensor,
         *,
         use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Return ``[b, q, H, V]``, of ``[b, q, K, D]`` and decay ``g``, ``[b, q, H]`` or ``[b, q, H, D]``; no state."""
         tokens = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), g.flatten(0, 1), beta.flatten(0, 1)
@@ -147,7 +147,7 @@ class RecurrentStates:
         delta_bias: Tensor | None = None,
         delta_softplus: bool = False,
         return_last_state: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return ``[b, H, q]`` of as many, by Mamba 1, whose heads have one number; B and C are ``[b, N, q]``."""
         dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
@@ -173,7 +173,7 @@ class RecurrentStates:
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         return_final_states: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return ``[b, q, H, P]`` float32 of as many, by Mamba 2; B and C are ``[b, q, G, N]``."""
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -223,6 +223,10 @@ class StateProbe(RecurrentStates):
     def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
         states = torch.zeros(len(self.rows.read), heads, size, width, dtype=torch.float32, device=device)
         return self.memory.setdefault((self._state, "recurrent"), states)
+
+
+def state_probe(tokens: int, device: torch.device) -> StateProbe:
+    return StateProbe.of_one_row(tokens, device)
 
 
 def has_states(model: nn.Module) -> bool:

@@ -55,7 +55,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-def obstacle(module: Any) -> str | None:
+def obstacle(module: nn.Module) -> str | None:
     """Return why HuggingFace's function has to compute a layer's experts; None if ours does."""
     if is_parallel(module):
         return "processes share them"
@@ -78,7 +78,7 @@ def _weights(module: Any) -> tuple[Any, Any, Any, Any]:
     return up, getattr(module, f"{name}_bias", None), down, getattr(module, "down_proj_bias", None)
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain(module: nn.Module) -> bool:
     """Whether nothing but an activation, and a gate's product, stands between and after both products."""
     return not norms_answers(module) and (not module.has_gate or has_plain_gate(module))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,6 +36,12 @@ from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops.packed.formats import check_weight
 from compiled_llm_ops.packed.linear import scratch_bytes, why_no_kernel
+
+if TYPE_CHECKING:
+    from compiled_llm.model.packed import part as this
+    from compiled_llm.model.traced.stand_ins import PackedPart
+
+    checked: PackedPart = this
 
 logger = logging.getLogger("compiled_llm.weights")
 

@@ -88,7 +88,7 @@ def _patterns(model: PreTrainedModel) -> list[int | PatternError | None]:
     return [_pattern(function, model, positions) for function in functions]
 
 
-def _reads_tokens(function: Any) -> bool:
+def _reads_tokens(function: object) -> bool:
     """Whether a mask function reads a tensor ``[B, T]`` by position, such as which image a token is of."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     inside = [part for kept in cells for part in (kept if isinstance(kept, (tuple, list)) else (kept,))]
@@ -172,7 +172,7 @@ def _try(
     cache: DynamicCache,
     attend: Callable[..., Tensor] | None = None,
     fake: bool = False,
-    **inputs: Any,
+    **inputs: object,
 ) -> None:
     """Run a trial forward that fills a cache, as kinds ask for it."""
     argument = cache_argument(type(model).forward)

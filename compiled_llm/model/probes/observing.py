@@ -42,12 +42,12 @@ _observer: ContextVar[Observer] = ContextVar("observer")
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
 ) -> tuple[Tensor, None]:
     return _observer.get().attend(module, query, key, value, attention_mask), None
 
 
-def _mask(**arguments: Any) -> Tensor | None:
+def _mask(**arguments: object) -> Tensor | None:
     return _observer.get().mask(arguments)
 
 

@@ -102,7 +102,7 @@ class TracedHooks:
 def as_forward_hook(function: HookFunction, site: HookSite) -> Callable[[nn.Module, Any, Any], Any]:
     """Return a hook for ``register_forward_hook`` that shows packed tokens, of ``[1, T, ...]`` or ``[B, q, ...]``."""
 
-    def traced(module: nn.Module, args: Any, output: Any) -> Any:
+    def traced(module: nn.Module, args: Any, output: Any) -> object:
         tokens = site.tokens
         assert tokens is not None, "the module runs inside a step"
         changed = function(module, _packed(args), _packed(output), tokens)
@@ -136,7 +136,7 @@ def with_hooks(forward: Callable[..., Any], hooks: TracedHooks) -> Callable[...,
         return forward
     site = hooks.site
 
-    def hooked(model: nn.Module, *, paged_batch: PagedBatch, position_ids: Tensor, **inputs: Any) -> HookedOutput:
+    def hooked(model: nn.Module, *, paged_batch: PagedBatch, position_ids: Tensor, **inputs: object) -> HookedOutput:
         site.tokens = tokens = StepTokens(_rows_of(paged_batch, position_ids), position_ids.flatten())
         try:
             out = forward(model, paged_batch=paged_batch, position_ids=position_ids, **inputs)

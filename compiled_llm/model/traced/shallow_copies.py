@@ -12,7 +12,7 @@ from compiled_llm.compat.torch.module_calls import stop_noting
 from compiled_llm.model.version.module_tree import same
 
 
-def shallow_copy(module: nn.Module, kind: type | None = None, **attributes: Any) -> Any:
+def shallow_copy(module: nn.Module, kind: type | None = None, **attributes: object) -> Any:
     """Return an object of a module's class, or of ``kind``, with its attributes but for those that are given."""
     copied: Any = object.__new__(kind or type(module))
     vars(copied).update(vars(module), **attributes)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeAlias
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from compiled_llm.features import feature
+from compiled_llm.features import Seam, feature
 
 Change: TypeAlias = Literal["code", "tensors"] | None
 """What is others now: the modules, or where their tensors are; None if nothing is."""
@@ -24,8 +24,16 @@ class StandIns(Protocol):
     """The modules that stand for some of one model's."""
 
     groups: Groups  # those that can be one product
-    counted: Mapping[str, int]  # modules by what they are in words, those that nothing stands for, too
-    copied: int  # bytes that were made for them
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """Modules by what they are in words, those that nothing stands for, too."""
+        ...
+
+    @property
+    def copied(self) -> int:
+        """Bytes that were made for them."""
+        ...
 
     def standing_in(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return a copy of the model in which they stand, made again: a kept one would keep the model alive."""
@@ -61,11 +69,21 @@ class StandIns(Protocol):
         ...
 
 
+class PackedPart(Protocol):
+    """The part that computes by weights as libraries have packed them."""
+
+    def stand_ins(self, model: PreTrainedModel, required: bool) -> StandIns | None: ...
+    def formats_of(self, model: PreTrainedModel) -> dict[str, int]: ...
+
+
+PACKED = Seam[PackedPart]("packed", "model")
+
+
 def stand_ins_for(model: PreTrainedModel, packed: bool | Literal["auto"], groups: Groups = ()) -> StandIns | None:
     """Return those of a model, by the option ``packed`` of ``wrap``; None if it needs none, errors as of the part."""
     # ``groups`` are those of the model that it is a copy of.
-    part = None if packed is False else feature("packed", "model")
-    made: StandIns | None = None if part is None else part.stand_ins(model, packed is True)
+    part = None if packed is False else feature(PACKED)
+    made = None if part is None else part.stand_ins(model, packed is True)
     if made is not None:
         made.groups = groups
     return made
@@ -73,6 +91,5 @@ def stand_ins_for(model: PreTrainedModel, packed: bool | Literal["auto"], groups
 
 def packed_formats(model: PreTrainedModel, packed: bool | Literal["auto"]) -> dict[str, int]:
     """Return how many weights are packed in which format, of those that programs have stand-ins for."""
-    part = None if packed is False else feature("packed", "model")
-    counted: dict[str, int] = {} if part is None else part.formats_of(model)
-    return counted
+    part = None if packed is False else feature(PACKED)
+    return {} if part is None else part.formats_of(model)

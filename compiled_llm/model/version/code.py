@@ -89,7 +89,7 @@ class _Places:
         self._add_attributes([(owners[number], names) for number, names in attributes.items()])
         self._known = self._now()
 
-    def _add_space(self, owner: Any, names: Sequence[str]) -> None:
+    def _add_space(self, owner: object, names: Sequence[str]) -> None:
         space: dict[str, Any] | MappingProxyType[str, Any] = owner if type(owner) is dict else vars(owner)
         if present := [name for name in names if name in space]:
             self._spaces.append(space)
@@ -161,7 +161,7 @@ def _two(names: Sequence[str]) -> Sequence[str]:
     return [*names, *names] if len(names) == 1 else names
 
 
-def _has_names(owner: Any, name: str) -> bool:
+def _has_names(owner: object, name: str) -> bool:
     """Whether a name is looked up in a class or module itself."""
     return isinstance(owner, (type, ModuleType)) and name != "__mro__"
 

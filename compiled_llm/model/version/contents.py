@@ -23,7 +23,7 @@ LISTS = (list, tuple, set, frozenset, deque)
 MOST_ENTRIES = 10_000  # entries that one of them may have: a list of a million would take longer to compare than a step
 
 
-def containers(value: Any) -> Iterator[Part]:
+def containers(value: object) -> Iterator[Part]:
     """Yield a value if it is a container, or the attributes of a config."""
     if isinstance(value, PretrainedConfig):
         yield vars(value)

@@ -58,7 +58,7 @@ def _quantisation(model: PreTrainedModel) -> dict[str, Any] | None:
     return said
 
 
-def _differing(theirs: Mapping[str, Any], ours: Any) -> list[str]:
+def _differing(theirs: Mapping[str, Any], ours: object) -> list[str]:
     """Name what two ways to quantise have otherwise, of what both say."""
     plain = json.loads(json.dumps(ours, default=str))
     return sorted(name for name in theirs.keys() & plain.keys() if theirs[name] != plain[name])

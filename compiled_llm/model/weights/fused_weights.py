@@ -56,7 +56,7 @@ class LinearRecorder(TorchFunctionMode):
         # names of functions that multiply matrices, which are no linear layers with plain weights
         self.other_matmuls: dict[str, None] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
             self._note(*args, **(kwargs or {}))
             if (made := fake_linear(*args, **(kwargs or {}))) is not None:

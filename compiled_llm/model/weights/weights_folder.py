@@ -24,7 +24,7 @@ class StoredTensor:
         self._slice = file.get_slice(name)
         self.dtype: str = self._slice.get_dtype()  # as the file names it: ``BF16``, ``F32``
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: object) -> Tensor:
         read: Tensor = self._slice[index]
         return read.clone()
 

@@ -93,7 +93,7 @@ class Decider:
         text = json.dumps(given, ensure_ascii=False)
         return json.loads(text.replace(self._transformers.MARK, "").replace(self._transformers.SPLIT, ""))
 
-    def _parsed(self, questions: Any) -> list[Any]:
+    def _parsed(self, questions: object) -> list[Any]:
         """Return transformers' questions, checked."""
         if not isinstance(questions, Mapping) or not questions:
             raise QuestionError("give a dictionary of them by name, with one at least")
@@ -110,7 +110,7 @@ class Decider:
             raise QuestionError(f"it has {count} options, and there can be {MAX_LOGPROB_TOKEN_IDS}", name)
         return parsed
 
-    def _reads(self, state: Any, group: Sequence[Any]) -> list[LabelRead]:
+    def _reads(self, state: object, group: Sequence[Any]) -> list[LabelRead]:
         """Return the reads of questions that one text asks: up to the mark of each, or its end without marks."""
         mark, split = self._sentinel_ids
         prompt, marks = list[int](), list[int]()

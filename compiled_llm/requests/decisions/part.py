@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from compiled_llm.requests.decisions.decider import Decider
 from compiled_llm.requests.decisions.label_read import LabelRead
 from compiled_llm.requests.outputs import Decisions, RequestOutput
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def decider_of(tokenizer: Any, source: str | None) -> Decider:
+    from compiled_llm.requests.deciding import DecisionsPart
+    from compiled_llm.requests.decisions import part as this
+
+    checked: DecisionsPart = this
+
+
+def decider_of(tokenizer: PreTrainedTokenizerBase, source: str | None) -> Decider:
     return Decider(tokenizer, source)
 
 

@@ -7,10 +7,17 @@ import gzip
 import hashlib
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
+
+if TYPE_CHECKING:
+    from compiled_llm.server.chat_page import page as this
+    from compiled_llm.server.parts import PagePart, RoutesPart
+
+    checked: PagePart = this
+    checked_for_routes: RoutesPart = this
 
 router = APIRouter(include_in_schema=False)
 
@@ -21,6 +28,7 @@ _MODULES = (
     *("elements.js", "storage.js", "server.js", "math.js", "markdown.js", "settings.js", "messages.js", "state.js"),
     *("pictures.js", "chats.js", "undo.js", "answer.js", "chat.js", "figures.js"),
 )
+
 """Each after those that it imports: a browser that meets one has its hash already."""
 _HEADERS = {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 

@@ -68,6 +68,6 @@ class AskedQuestions:
         return _text(self.state)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a value as templates write it."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Request
@@ -35,6 +35,12 @@ from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 from compiled_llm.server.openai.fields.sampling import WaitingFields
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from compiled_llm.server.decisions import endpoint as this
+    from compiled_llm.server.parts import RoutesPart
+
+    checked: RoutesPart = this
 
 MAX_QUESTIONS = 64  # of a request, as vLLM has it
 _deciders: WeakKeyDictionary[Vocabulary, Decider] = WeakKeyDictionary()

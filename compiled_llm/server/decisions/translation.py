@@ -31,7 +31,7 @@ def _asked(question: AnyQuestion, place: int) -> dict[str, Any]:
         case ChoiceQuestion():
             names = _names(question.choices, f"questions[{place}].choices")
             descriptions = [choice.description or None for choice in question.choices]
-            criteria: Any = dict(zip(names, descriptions, strict=True))
+            criteria: object = dict(zip(names, descriptions, strict=True))
             return {"type": "choice", "instructions": question.instructions, "criteria": criteria}
         case ScoreQuestion():
             levels = [": ".join(filter(None, (level.label, level.description))) for level in question.levels]

@@ -9,18 +9,20 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import TokenFacts
+from compiled_llm.engine.parts import GRAMMARS, POOLING
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.features import feature
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.protocol.messages import Pooled, Ready, StatsReply
 from compiled_llm.requests.default_sampling import default_sampling
+from compiled_llm.server.parts import SERVED_IMAGES
 
 
 def ready_of(
     model: PreTrainedModel,
     engine: Engine,
     name: str,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     location: str | None = None,
     gguf_file: str | None = None,
     chat_template: str | None = None,
@@ -52,17 +54,17 @@ def ready_of(
 
 
 def _pooled(facts: ModelFacts, pooling: str | None) -> Pooled:
-    part = feature("pooling", "engine")
+    part = feature(POOLING)
     return Pooled() if part is None else msgspec.convert(part.served(facts, pooling), Pooled)
 
 
 def _reads_images(model: PreTrainedModel, engine: Engine) -> bool:
-    images = feature("images", "server")
-    return images is not None and bool(images.reads_images(model, engine.processor))
+    images = feature(SERVED_IMAGES)
+    return images is not None and images.reads_images(model, engine.processor)
 
 
-def _form_ends(model: TokenFacts, tokenizer: Any) -> list[int]:
-    grammars = feature("structured_outputs", "engine")
+def _form_ends(model: TokenFacts, tokenizer: object) -> list[int]:
+    grammars = feature(GRAMMARS)
     try:
         return sorted(grammars.ends_of(model.eos_token_ids, (), model.logits, tokenizer)) if grammars else []
     except (RuntimeError, ValueError):  # answers can have no form here; a request for one is refused
@@ -76,5 +78,5 @@ def stats_of(engine: Engine, number: int, connections: int) -> StatsReply:
     return msgspec.convert({"number": number, "connections": connections, **values}, StatsReply)
 
 
-def _as_map(value: Any) -> Any:
+def _as_map(value: Any) -> object:
     return value._asdict() if hasattr(value, "_asdict") else value

@@ -19,6 +19,7 @@ from compiled_llm.requests.answer import Answer
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import GrammarsMissingError, StructuredOutputsParams
+from compiled_llm.server.parts import SERVED_IMAGES
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -63,8 +64,7 @@ def _submitted(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable
     }
     if submit.pictured is None:
         return engine.submit(submit.prompt, params, **options)
-    submitted: Callable[..., RequestHandle] = needed("images", "server").submitted
-    return submitted(engine, submit.pictured, params, max_tokens, wanted, **options)
+    return needed(SERVED_IMAGES).submitted(engine, submit.pictured, params, max_tokens, wanted, **options)
 
 
 def _params(plain: dict[str, Any]) -> SamplingParams:

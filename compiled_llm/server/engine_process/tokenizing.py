@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 from msgspec import Struct
 
 from compiled_llm.protocol.messages import AskText, AskTokens, Refused, TextReply, TokensReply
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _MOST = 2**22
 """Characters of a text: more than any model has positions for, and few enough for the frame with its tokens."""
 
 
-def reply_of(tokenizer: Any, question: AskTokens | AskText) -> Struct:
+def reply_of(tokenizer: PreTrainedTokenizerBase, question: AskTokens | AskText) -> Struct:
     if tokenizer is None:
         return Refused(question.number, "invalid", "the engine process has no tokenizer; give token ids")
     if isinstance(question, AskTokens) and not isinstance(question.prompt, str) and not tokenizer.chat_template:
@@ -36,7 +39,7 @@ def _characters(prompt: str | list[dict[str, Any]]) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(str(message.get("content"))) for message in prompt)
 
 
-def _encoded(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> Any:
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]]) -> Any:
     if isinstance(prompt, str):
         return tokenizer(prompt)
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)

@@ -122,7 +122,7 @@ def _of_value(param: str | None, found: Mapping[str, Any]) -> str:
     return message if param is None else f"{param}: {message[:1].lower()}{message[1:]}"
 
 
-def _path(location: Sequence[int | str], body: Any) -> str | None:
+def _path(location: Sequence[int | str], body: object) -> str | None:
     """Return ``messages[0].role`` for a place in the body; other parts of the place name the type that was tried."""
     path, missing = "", len(location) - 1
     for number, part in enumerate(location[1:], start=1):

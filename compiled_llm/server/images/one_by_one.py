@@ -120,7 +120,7 @@ def _found_joints(made: Callable[[Sequence[Any]], Any]) -> Joints | None:
     return joints if len(joints) == len(found) else None
 
 
-def _joint(values: Sequence[Any], expected: Any) -> Callable[[Sequence[Any]], Any] | None:
+def _joint(values: Sequence[Any], expected: object) -> Callable[[Sequence[Any]], Any] | None:
     return next((joint for joint in _JOINTS if _equal(_tried(joint, values), expected)), None)
 
 

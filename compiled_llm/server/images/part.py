@@ -14,9 +14,15 @@ from compiled_llm.server.images.sources import GivenImage, files_of
 from compiled_llm.server.settings import ApiServerSettings
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from compiled_llm.engine.engine import Engine
     from compiled_llm.requests.handle import RequestHandle
+    from compiled_llm.server.images import part as this
     from compiled_llm.server.images.processor import ServedProcessor
+    from compiled_llm.server.parts import ServedImagesPart
+
+    checked: ServedImagesPart = this
 
 
 # ---- in an API server
@@ -50,7 +56,7 @@ def processor_of(load: Callable[[], Any]) -> ServedProcessor:
     return ServedProcessor(load)
 
 
-def reads_images(model: Any, processor: Any) -> bool:
+def reads_images(model: PreTrainedModel, processor: object) -> bool:
     """Whether an engine process takes pictures for a model."""
     from compiled_llm.compat.huggingface import sees_images
     from compiled_llm.server.images.processor import ServedProcessor

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.outputs import Logprob
@@ -16,6 +17,13 @@ from compiled_llm.server.openai.completions.response import CompletionLogprobs
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
 from compiled_llm.server.openai.responses.request import ResponsesRequest
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
+
+if TYPE_CHECKING:
+    from compiled_llm.server.logprobs import columns as this
+    from compiled_llm.server.openai.common.columns import WriterModule
+
+    checked: WriterModule = this
+
 
 Entries = Mapping[int, Logprob]
 """By token id: the token that stands in a place, and the most likely ones."""
@@ -149,4 +157,8 @@ def _likeliest(entries: Entries, most: int) -> Entries:
     return {token: entry for token, entry in entries.items() if token == own or entry.rank <= most}
 
 
-WRITERS = {"chat": ChatColumn, "completions": CompletionColumn, "responses": ResponsesColumn}
+WRITERS: Mapping[str, Callable[[Any, TokenNames, RequestHandle], ColumnWriter]] = {
+    "chat": ChatColumn,
+    "completions": CompletionColumn,
+    "responses": ResponsesColumn,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -32,6 +32,12 @@ from compiled_llm.server.pooling.response import (
     ScoreResponse,
 )
 from compiled_llm.server.pooling.scores import activated, best
+
+if TYPE_CHECKING:
+    from compiled_llm.server.parts import RoutesPart
+    from compiled_llm.server.pooling import endpoint as this
+
+    checked: RoutesPart = this
 
 T = TypeVar("T")
 _MAX_NUMBERS = 2**21  # of the embeddings of a request, which are some 40 MB as JSON

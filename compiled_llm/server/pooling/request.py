@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 
@@ -55,7 +55,7 @@ class Document(Body):
     text: str
 
 
-def _with_text(given: Any) -> Any:
+def _with_text(given: object) -> object:
     return {"text": given} if isinstance(given, str) else given
 
 

@@ -101,18 +101,6 @@ def test_a_listener_that_waits_for_one(said: Said) -> None:
         check(waiting, "listener Waiting.wait")
 
 
-def test_a_policy_that_waits_for_one(said: Said) -> None:
-    class Policy:
-        def plan(self, state: Any) -> int:
-            waiting.wait()
-            return 8
-
-    with Engine(wrapped(plain=tiny(eos_token_id=None)), max_step_ms=Policy()) as engine:
-        waiting = Waiting(said, lambda: engine.generate([[1, 2]], SHORT))
-        engine.submit([5, 6], SHORT).result(PATIENCE)
-        check(waiting, "max_step_ms test_a_policy_that_waits_for_one.<locals>.Policy.plan")
-
-
 def test_code_that_takes_long_and_for_which_nobody_waits_is_not_spoken_of(said: Said) -> None:
     waited = threading.Event()
 

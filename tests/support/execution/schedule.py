@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.features import feature
+from compiled_llm.features import has
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 
@@ -41,7 +41,7 @@ class Schedule:
         self.left: dict[Row, int] = {}
         self.drafted = 0  # steps of several tokens
         self.drafts: Any = None  # a copy of the package without drafts has none
-        if feature("drafts", "execution") is not None:
+        if has("drafts"):
             from support.execution.scripted_drafts import ScriptedDrafts
 
             self.drafts = ScriptedDrafts(generate_loop)

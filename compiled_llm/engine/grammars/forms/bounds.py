@@ -61,7 +61,7 @@ def check_rules(rules: str) -> None:
     _check_marks((_EBNF if "::=" in rules else _LARK).finditer(rules))
 
 
-def check_parts(found: Any) -> None:
+def check_parts(found: object) -> None:
     """Raise ValueError if JSON, or patterns and grammars in it, are too deep or too large."""
     # Patterns are looked for in each object, not only where a schema may have one: a ``$ref`` can lead anywhere.
     waiting, parts, levels = [(found, 1)], 0, 0

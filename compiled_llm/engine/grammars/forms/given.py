@@ -66,7 +66,7 @@ def _check(params: StructuredOutputsParams, name: str, holds: bool, must: str) -
 
 
 def _text(check: Callable[[str], None]) -> Callable[[Any], str]:
-    def kept(text: Any) -> str:
+    def kept(text: object) -> str:
         if not isinstance(text, str) or not text:
             raise ValueError("must be a string")
         check(text)
@@ -75,7 +75,7 @@ def _text(check: Callable[[str], None]) -> Callable[[Any], str]:
     return kept
 
 
-def _texts(choice: Any) -> tuple[str, ...]:
+def _texts(choice: object) -> tuple[str, ...]:
     texts = () if isinstance(choice, (str, Mapping)) or not isinstance(choice, Iterable) else tuple(choice)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError("must be texts, one at least, none of them empty")

@@ -115,7 +115,7 @@ def _as_format(text: str) -> Any:
     return _with_rules(former.model_dump(mode="json"))
 
 
-def _with_rules(part: Any) -> Any:
+def _with_rules(part: object) -> object:
     """Return a part of structural tags in which strings of JSON may have escapes."""
     if isinstance(part, list):
         return [_with_rules(each) for each in part]

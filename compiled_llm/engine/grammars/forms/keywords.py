@@ -34,23 +34,23 @@ class NotFollowedError(ValueError):
     """A schema has something that a grammar cannot follow; the message says what, and not where."""
 
 
-def _is_schema(value: Any) -> bool:
+def _is_schema(value: object) -> bool:
     return isinstance(value, (Mapping, bool))
 
 
-def _are_schemas(value: Any) -> bool:
+def _are_schemas(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(_is_schema, value))
 
 
-def _named_schemas(value: Any) -> bool:
+def _named_schemas(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(_is_schema, value.values()))
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return isinstance(value, int) or math.isfinite(value)  # which asks for a float: a whole number may be none
@@ -60,7 +60,7 @@ def _is_count(value: Any) -> bool:
     return _is_number(value) and 0 <= value < WHOLE and value == int(value)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 

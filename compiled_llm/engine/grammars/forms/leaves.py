@@ -222,7 +222,7 @@ def _choose(values: list[Any], leaf: Leaf) -> list[Any]:
     return [each for each in values if holds(each, leaf)]
 
 
-def type_of(given: Any) -> str:
+def type_of(given: object) -> str:
     """Return the type of a value of JSON; whole numbers are integers."""
     if isinstance(given, bool):
         return "boolean"
@@ -253,12 +253,12 @@ def holds(given: Any, leaf: Leaf) -> bool:
     return True
 
 
-def _key(given: Any) -> str:
+def _key(given: object) -> str:
     """Return a text that equal values of JSON share: 1 equals 1.0, and not true."""
     return json.dumps(_plain(given), sort_keys=True)
 
 
-def _plain(given: Any) -> Any:
+def _plain(given: object) -> object:
     if isinstance(given, float) and given == int(given):
         return int(given)
     if isinstance(given, dict):

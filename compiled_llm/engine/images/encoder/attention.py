@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -22,7 +20,7 @@ def segments_forward(
     scaling: float,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend inside each picture, or each window of one, by HuggingFace's protocol.
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from compiled_llm.engine.images.encoder.grid_inputs import GridInputs
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PACKAGES = "transformers", "torch"
 _EXAMPLE = (2, 10), (1, 1)
@@ -33,11 +36,11 @@ class CompiledEncoder:
         self._manager = model_runner.graph_manager
         self._attention = model_runner.state.facts.attention
 
-    def inside(self, inner: Any) -> Any:
+    def inside(self, inner: nn.Module) -> Any:
         """Return a copy of the module inside a model, whose encoder this is; it takes grids on the CPU."""
         return with_another(inner, ("visual",), self._standing_for)
 
-    def prepare(self, encoder: Any) -> None:
+    def prepare(self, encoder: object) -> None:
         """Compile the program, and on CUDA capture it for a few sizes."""
         self._make_ready(encoder)
         self._graphs.prepare(encoder, self._width(encoder), self._launch)
@@ -45,7 +48,7 @@ class CompiledEncoder:
     def _standing_for(self, encoder: Any) -> Any:
         return shallow_copy(encoder, forward=partial(self._forward, encoder))
 
-    def _forward(self, encoder: Any, hidden_states: Tensor, grid_thw: Tensor, **options: Any) -> Any:
+    def _forward(self, encoder: object, hidden_states: Tensor, grid_thw: Tensor, **options: object) -> Any:
         """Encode pixels ``[P, ...]`` of pictures with grids ``[N, 3]``; returns what HuggingFace's forward does."""
         self._make_ready(encoder)
         grids = GridInputs.of(encoder, grid_thw)
@@ -81,7 +84,7 @@ class CompiledEncoder:
         width: int = patch * encoder.spatial_merge_size**2
         return width
 
-    def _encoded(self, encoder: Any, pixels: Tensor, grids: GridInputs) -> Tensor:
+    def _encoded(self, encoder: object, pixels: Tensor, grids: GridInputs) -> Tensor:
         """Return features ``[1 + F, T, C]`` of pixels ``[T, ...]``, by a launch of as many tokens."""
         tokens = max(2, grids.tokens)  # a symbolic size is at least 2
         if missing := tokens - grids.tokens:
@@ -99,7 +102,7 @@ class CompiledEncoder:
             return features
 
 
-def own_encoder(model: Any, model_runner: ModelRunner) -> CompiledEncoder | None:
+def own_encoder(model: PreTrainedModel, model_runner: ModelRunner) -> CompiledEncoder | None:
     """Return the encoder of a model, one of those whose steps read pictures; None if HuggingFace runs it."""
     return None if encoder_obstacle(model.model.visual) else CompiledEncoder(model_runner)
 

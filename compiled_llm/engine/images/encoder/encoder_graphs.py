@@ -82,7 +82,7 @@ class EncoderGraphs:
         for tokens in sorted(TOKENS, reverse=True):
             self._graphs[tokens] = self._captured(encoder, self._inputs_of(encoder, width, tokens), launch, capture)
 
-    def _captured(self, encoder: Any, inputs: EncoderInputs, launch: Launch, capture: GraphCapture) -> _Graph:
+    def _captured(self, encoder: object, inputs: EncoderInputs, launch: Launch, capture: GraphCapture) -> _Graph:
         launch(inputs)  # what libraries allocate in a first launch cannot be captured
         programs, arguments = self._manager.programs, self._manager.arguments(inputs)
         with self._model_runner.state.facts.attention.named(SEGMENTS):

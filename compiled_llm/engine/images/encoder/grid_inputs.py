@@ -46,7 +46,7 @@ class GridInputs(NamedTuple):
     def tokens(self) -> int:
         return len(self.places)
 
-    def padded(self, encoder: Any, tokens: int, pictures: int = 0) -> GridInputs:
+    def padded(self, encoder: object, tokens: int, pictures: int = 0) -> GridInputs:
         """Return those of T ``tokens`` or more: what is added is a picture of its own, which nobody reads.
 
         Args:

@@ -71,7 +71,7 @@ class Message(Body):
 
     @field_validator("content")
     @classmethod
-    def _is_there(cls, content: Any, info: ValidationInfo) -> Any:
+    def _is_there(cls, content: object, info: ValidationInfo) -> object:
         if content is None and info.data.get("role") != "assistant":
             raise PydanticCustomError("missing", "is missing")
         if isinstance(content, list):
@@ -80,7 +80,7 @@ class Message(Body):
 
     @field_validator("tool_calls", "reasoning_content", "reasoning")
     @classmethod
-    def _is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
+    def _is_the_assistants(cls, value: object, info: ValidationInfo) -> object:
         if value and info.data.get("role") != "assistant":
             raise PydanticCustomError("value_error", "only messages of the assistant have it")
         return value

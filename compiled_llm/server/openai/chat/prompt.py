@@ -42,7 +42,7 @@ def chat_prompt(
     offer: Offer,
     template: Mapping[str, Any] | None = None,
     shows: bool = False,
-    **options: Any,
+    **options: object,
 ) -> ChatPrompt:
     """Return a chat as the model sees it, which takes seconds for a long one; ApiError if the template refuses it.
 

@@ -21,6 +21,7 @@ from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
 from compiled_llm.server.openai.fields.sampling import SamplingFields, WaitingFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.parts import SERVED_IMAGES
 from compiled_llm.server.settings import ApiServerSettings
 
 _MAX_ENTRIES = 2**18  # log-probabilities of prompts that a request can ask for; each takes hundreds of bytes
@@ -147,7 +148,7 @@ class ApiServer:
         """
         if not given:
             return None
-        images = needed("images", "server")
+        images = needed(SERVED_IMAGES)
         for name in ("prompt_logprobs", "truncate_prompt_tokens"):
             if getattr(body, name, None) is not None:
                 raise invalid(f"{name}: is not served beside pictures; leave it out", name, "unsupported_value")

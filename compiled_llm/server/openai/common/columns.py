@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from compiled_llm.features import modules_named
+from compiled_llm.features import Seams, features
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.server.openai.common.answers import AnswerDelta
 from compiled_llm.server.openai.fields.sampling import SamplingFields
@@ -39,10 +39,12 @@ class WriterModule(Protocol):
     WRITERS: Mapping[str, Callable[[Any, TokenNames, RequestHandle], ColumnWriter]]
 
 
+WRITERS = Seams[WriterModule]("server", "WRITERS", file="columns")
+
+
 def column_writers(endpoint: str, body: SamplingFields, names: TokenNames, handle: RequestHandle) -> list[ColumnWriter]:
     """Return the writers of what a request asks for besides the tokens of an answer."""
-    modules: list[WriterModule] = modules_named("server", "columns")
-    found = (module.WRITERS[endpoint](body, names, handle) for module in modules if endpoint in module.WRITERS)
+    found = (part.WRITERS[endpoint](body, names, handle) for part in features(WRITERS) if endpoint in part.WRITERS)
     return [writer for writer in found if writer.is_wanted]
 
 

@@ -131,7 +131,7 @@ class EngineLink:
         finally:
             self._forget()
 
-    async def _connected(self, tokenizer: Any = None) -> AsyncClient:
+    async def _connected(self, tokenizer: object = None) -> AsyncClient:
         self._client = self._new_client(tokenizer)
         await self._client.connect(wait=False)
         return self._client

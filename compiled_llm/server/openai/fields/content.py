@@ -55,7 +55,7 @@ class OtherPart(Body, extra="ignore"):
     type: Annotated[str, AfterValidator(_refused)]
 
 
-def _kind_of(part: Any) -> str:
+def _kind_of(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else getattr(part, "type", "text")
     return {"text": "a text", "image_url": "a picture"}.get(kind, "another") if isinstance(kind, str) else "a text"
 
@@ -84,7 +84,7 @@ class InputImage(Body):
     file_id: Annotated[Any, RefusedField("nothing is stored; give image_url")] = None
 
 
-def _kind_of_input(part: Any) -> str:
+def _kind_of_input(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else getattr(part, "type", "text")
     if not isinstance(kind, str) or kind in ("input_text", "output_text", "text"):
         return "a text"
@@ -99,7 +99,7 @@ InputPart = Annotated[
 ]
 
 
-def check_seen(content: Any, info: ValidationInfo, kind: type[Body]) -> None:
+def check_seen(content: object, info: ValidationInfo, kind: type[Body]) -> None:
     """Raise an error of pydantic's if another message than the user's has a picture, a part of that ``kind``."""
     parts = content if isinstance(content, list) else ()
     if info.data.get("role") != "user" and any(isinstance(part, kind) for part in parts):

@@ -34,13 +34,13 @@ class RefusedField:
     why: str  # it is not served, or what to give in its place
     neutral: tuple[Any, ...] = ()  # values besides null that ask for nothing
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"enum": [None, *self.neutral], "description": f"Not served: {self.why}."}
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: object) -> Any:
         if value is None or any(value == known and type(value) is type(known) for known in self.neutral):
             return value
         raise PydanticCustomError("value_error", "is not served: {why}", {"why": self.why, "code": "unsupported_value"})

@@ -5,9 +5,12 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compiled_llm.server.openai.parsing.call_form import SAMPLE_TOOL, sample_chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def openai_id() -> str:
@@ -22,7 +25,7 @@ def _nine_characters() -> str:
 _FORMS = (openai_id, _nine_characters)
 
 
-def new_ids_for(tokenizer: Any) -> Callable[[], str]:
+def new_ids_for(tokenizer: PreTrainedTokenizerBase) -> Callable[[], str]:
     """Return a function that returns new ids: the first kind that a tokenizer's chat template takes in a chat."""
     return next((new for new in _FORMS if _takes(tokenizer, new())), openai_id)
 

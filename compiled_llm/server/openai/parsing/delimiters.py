@@ -67,11 +67,11 @@ def _looks_around(pattern: Any) -> bool:
     return re.search(r"\(\?<[=!]|\\[bBAG]|(?<!\[)\^", pattern.pattern) is not None
 
 
-def _begins(pattern: Any, characters: str) -> bool:
+def _begins(pattern: object, characters: str) -> bool:
     return any(_matches(pattern, character) for character in characters)
 
 
-def _goes_on(pattern: Any, start: str) -> bool:
+def _goes_on(pattern: object, start: str) -> bool:
     """Whether a letter can follow where a pattern begins with a blank."""
     return any(_matches(pattern, start + letter, len(start)) for letter in _LETTERS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 
 def escaped(text: str) -> str:
@@ -11,7 +10,7 @@ def escaped(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     return escaped(json.dumps(value, ensure_ascii=False))
 
 
@@ -20,7 +19,7 @@ def replaced(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def replaced_in(value: Any) -> Any:
+def replaced_in(value: object) -> object:
     """Return a value of JSON with U+FFFD for each half of a character."""
     text = json.dumps(value, ensure_ascii=False)
     return value if (whole := replaced(text)) == text else json.loads(whole)

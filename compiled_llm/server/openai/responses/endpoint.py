@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 
@@ -30,6 +30,13 @@ from compiled_llm.server.openai.responses.request import FlatNamedTool, Response
 from compiled_llm.server.openai.responses.response import Incomplete, ResponseBody, ResponseUsage, Status
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 from compiled_llm.server.openai.tokenizer.vocabulary import check_texts
+
+if TYPE_CHECKING:
+    from compiled_llm.server.openai.responses import endpoint as this
+    from compiled_llm.server.parts import RoutesPart
+
+    checked: RoutesPart = this
+
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -144,7 +151,7 @@ class _ResponsesWriter:
             **{"output": [], **others},
         )
 
-    def _event(self, kind: str, **others: Any) -> bytes:
+    def _event(self, kind: str, **others: object) -> bytes:
         self._sent += 1
         return named_event(kind, {"type": kind, "sequence_number": self._sent - 1, **others})
 

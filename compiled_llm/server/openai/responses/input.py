@@ -45,7 +45,7 @@ class InputMessage(StoredItem):
 
     @field_validator("content")
     @classmethod
-    def _is_seen(cls, content: Any, info: ValidationInfo) -> Any:
+    def _is_seen(cls, content: object, info: ValidationInfo) -> object:
         check_seen(content, info, InputImage)
         return content
 
@@ -97,7 +97,7 @@ class ItemReference(Body):
     id: str
 
 
-def _type_of(item: Any) -> str:
+def _type_of(item: object) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     return kind if kind in _TAGS else "message"
 

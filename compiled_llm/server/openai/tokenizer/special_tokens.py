@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MARK = "\ufdd0"
 """Parts a special token in a client's text from itself; Unicode has it as no character, for use within programs."""
@@ -17,7 +20,7 @@ class SpecialTokenBreaker:
     # the template runs; its output is parted at the marks, and each piece is tokenized by itself. One of a single
     # character cannot be parted, and is left alone.
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         names = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -25,7 +28,7 @@ class SpecialTokenBreaker:
         self._firsts = {name[0] for name in self._names}
         self._beginnings = tuple({name[:stop] for name in self._names for stop in range(1, len(name))})
 
-    def broken(self, value: Any) -> Any:
+    def broken(self, value: object) -> Any:
         """Return JSON values with a mark in each special token of their texts and names."""
         # A text that ends as a special token begins ends with a mark, too: a template may write the rest of one.
         if isinstance(value, str):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from compiled_llm.server.http.api_error import invalid
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PIECE = 2**17  # characters that are made tokens at once to count them: tens of megabytes
 _EACH = 2  # characters a token: a text of fewer takes no more to be made tokens than an answer to it does
@@ -14,7 +17,7 @@ _EACH = 2  # characters a token: a text of fewer takes no more to be made tokens
 class TextLength:
     """A check of texts for more than ``max_tokens``, the room of the model with the answer."""
 
-    def __init__(self, tokenizer: Any, most: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self._tokenizer = tokenizer
         self._most = most
 

@@ -131,7 +131,7 @@ class Vocabulary:
         messages: Sequence[Mapping[str, Any]],
         template: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        **options: object,
     ) -> str:
         """Return a chat with pictures as the model's template writes it; ApiError as of ``of_chat``."""
         messages, options = self._checked(messages, template, tools, options)
@@ -239,7 +239,7 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message if not isinstance(content, str) else {**message, "content": [{"type": "text", "text": content}]}
 
 
-def check_texts(value: Any, param: str) -> None:
+def check_texts(value: object, param: str) -> None:
     """Check all texts in a JSON value; ApiError if one cannot be encoded."""
     try:
         prompts.check_texts(value, param)
