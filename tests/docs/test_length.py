@@ -25,6 +25,23 @@ def test_a_page_has_no_more_words_than_are_read(page: Path) -> None:
     assert len(markdown_of(page).split()) < 1.1 * hooks().MOST_WORDS  # signs of tables and code count here
 
 
+MOST_OF_A_PARAGRAPH = 120
+"""Words: what is longer has two themes."""
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the paragraphs and items of a page, without tables, headings and code."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "#", "<"))]
+    return re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "design").glob("*.md")), ids=short)
+def test_a_page_about_the_design_has_no_long_paragraph(page: Path) -> None:
+    long = [text[:60] for text in paragraphs(page.read_text()) if len(text.split()) > MOST_OF_A_PARAGRAPH]
+    assert not long, "part them by theme"
+
+
 def test_a_strict_build_ends_at_a_page_that_is_too_long(caplog: pytest.LogCaptureFixture) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/long.md"))
     with caplog.at_level(logging.WARNING, "mkdocs.hooks"):
