@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from msgspec import Raw
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,6 +28,8 @@ from compiled_llm.model.traced.hooks import TracedHooks
 from compiled_llm.requests.columns import ReadAnswer, encoded
 
 if TYPE_CHECKING:
+    from msgspec import Raw
+
     from compiled_llm.engine import emitted as this
     from compiled_llm.engine.steps.taps import TapPart
 

@@ -125,7 +125,8 @@ def fast_loop(
                     ends[rows[index]] = sequences.generated
                 else:
                     generate_loop.release(rows[index])
-        generate_loop.let_taps_report()
+        if generate_loop.model_runner.state.taps:
+            generate_loop.let_taps_report()
         if call.returns_cache:
             trim_cache(call, rows, {} if pads else ends, sequences)
     call.runtime.counters.add_steps(generate_loop.steps)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING, Any, Protocol
 
 from compiled_llm.requests.outputs import FinishReason
 
-_encoder = msgspec.msgpack.Encoder()
+if TYPE_CHECKING:
+    import msgspec
 
 
 class ReadAnswer(Protocol):
@@ -73,4 +72,6 @@ class ReceivedColumn(AnswerColumn, Protocol):
 
 def encoded(data: object) -> msgspec.Raw:
     """Return plain data as a column sends it."""
-    return msgspec.Raw(_encoder.encode(data))
+    from msgspec import Raw, msgpack  # an engine that nobody asks over a socket needs it not
+
+    return Raw(msgpack.encode(data))

@@ -17,7 +17,6 @@ from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.engine.grammars.compilers import KEPT, Compilers, max_at_once
 from compiled_llm.engine.grammars.ends import ends_of
 from compiled_llm.engine.grammars.form import GrammarForm
-from compiled_llm.engine.grammars.forms.given import source_of
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, message_of
 from compiled_llm.engine.grammars.mask_writer import MaskWriter
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
@@ -94,7 +93,7 @@ class Grammars:
             return [None] * params.n
         others = params.stop_token_ids or ()
         form = GrammarForm(
-            source=source_of(params.structured_outputs),
+            source=cast(GrammarSource, params.structured_outputs.source),
             stops=ends_of(eos, others, vocabulary, self._tokenizer),
             vocabulary=vocabulary,
             writer=self._writer,

@@ -8,10 +8,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Raw
 from numpy.typing import NDArray
 
 from compiled_llm.engine.logprobs.entries import Logprobs
@@ -23,6 +22,10 @@ from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.requests.columns import ReadAnswer, encoded
 from compiled_llm.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from msgspec import Raw
+
 
 _SENT_AT_ONCE = 256  # of a prompt's tokens: others wait for some milliseconds
 

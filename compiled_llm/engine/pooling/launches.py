@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msgspec import Raw
 from torch import Tensor
 
 from compiled_llm.compilation.inputs import Pooling
@@ -22,6 +21,9 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.columns import ReadAnswer, encoded
+
+if TYPE_CHECKING:
+    from msgspec import Raw
 
 
 class PooledLaunches(RunsApart):

@@ -230,7 +230,8 @@ class Loop:
         repeat = self._pipeline.repeat if launched.timer is None else launched.timer.of(self._pipeline.repeat)
         if self.model_runner.thread.call_briefly(repeat, prepared.batch, launched) is None:
             return False
-        self._note_arriving(prepared, launched)
+        if prepared.taps or self._failed:
+            self._note_arriving(prepared, launched)
         return True
 
     @property
@@ -302,12 +303,13 @@ class Loop:
         prepared = self._prepared_for(plan)
         launched = prepared.launched()
         self.mixed_steps += prepared.batch.mixed
-        self._pipeline.launch(prepared.batch, launched, self._run_apart(prepared))
+        self._pipeline.launch(prepared.batch, launched, self._run_apart(prepared) if prepared.apart else ())
         if timer is not None:
             timer.stop()
             if self.model_runner.events.preparing.seconds == before:  # else that takes longer than the device does
                 launched.timer = timer
-        self._note_arriving(prepared, launched)
+        if prepared.taps or self._failed:
+            self._note_arriving(prepared, launched)
         # To capture a step takes half as long again as to launch its kernels: if this one was missing its CUDA graph,
         # the next one has it. After prompts the next step has more rows.
         took = time.perf_counter() - began

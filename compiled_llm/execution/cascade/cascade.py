@@ -85,4 +85,5 @@ class RowsThatShare:
         return found if self._pays else ()
 
 
-sharing_of = Cascade.of
+def sharing_of(state: RunnerState, ops: DecodeOps | None) -> Cascade | None:
+    return Cascade.of(state, ops)

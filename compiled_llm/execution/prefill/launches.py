@@ -121,7 +121,8 @@ class PrefillLaunches:
     def _run_padded(self, launch: Launch, chunk: PrefillChunk) -> StepOutputs:
         """Run a chunk padded to the launch's shape: replay it, or launch it and have it captured."""
         slots, entry = self._state.slots, launch.entry
-        padded = self._pad(launch.key, chunk)
+        shape = launch.key
+        padded = self._packer.padded(chunk, shape, self._empty[shape.program] if shape.program else None)
         # Calls that sample nothing leave captures no time, so one that pays is made at once.
         now = launch.captures_now if len(chunk.slots) == len(chunk.keep) else self._pays(launch.wanted)
         program = partial(self._launch_padded, padded, background=not now)
