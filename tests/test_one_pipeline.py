@@ -11,6 +11,7 @@ import torch
 
 import compiled_llm
 from compiled_llm.execution.batch import Batch, StepOutput
+from compiled_llm.execution.decode.deferred_sampling import _Unsampled
 from compiled_llm.execution.pipeline import Pipeline
 from compiled_llm.kvcache.row import Row
 from support.engine.tiny_engines import tiny, wrapped
@@ -95,3 +96,26 @@ def test_tokens_of_a_launch_are_read_before_the_next_one_of_its_step_overwrites_
 
     runner.thread.call(pipeline.launch, Batch(), None, launches())
     assert pipeline.read(lambda _, found: (found.rows, found.tokens)) == (rows, [1, 2, 3])
+
+
+@pytest.mark.parametrize("late", [[0], [0, 1], [0, 1, 2], [1], [2]], ids=str)
+def test_late_tokens_take_the_places_of_their_rows(late: list[int]) -> None:
+    """A launch before whose end all rows are late is not read: nothing of it counts."""
+    model = wrapped(TOKENS, tiny(), mode="eager")
+    runner = model.compiled.model_runner()
+    pipeline = Pipeline[None](runner)
+    rows = [Row(runner.pool, 0) for _ in range(3)]
+    waiting = [rows[at] for at in late]
+
+    def launches() -> Iterator[StepOutput]:
+        for own, tokens in ((rows[:2], [1, 2]), (rows[2:], [3])):
+            if found := [row for row in own if row in waiting]:
+                pipeline.persistent.deferred.unsampled.append(_Unsampled(found, torch.zeros(len(found), 1), ()))
+            yield StepOutput(own, None, torch.tensor(tokens))
+
+    ticket = runner.thread.call(pipeline.launch, Batch(), None, launches())
+    assert list(ticket.late) == waiting
+    assert len(ticket.readbacks) == {(0, 1): 1, (0, 1, 2): 0}.get(tuple(late), 2)
+    ticket.late_readback = runner.readbacks.start(torch.tensor([10 * (at + 1) for at in late]))
+    expected = [10 * (at + 1) if at in late else at + 1 for at in range(3)]
+    assert pipeline.read(lambda _, found: found.tokens) == expected

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch, Drafting, StepOutput, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
@@ -53,7 +54,7 @@ class Ticket(Generic[N]):
     note: N
     rows: Sequence[Row]
     late: Sequence[Row]
-    readbacks: list[Readback]  # of all rows, in their order, after those of ``accepted``
+    readbacks: list[Readback]  # of rows after those of ``accepted``; of no launch before whose end all are late
     accepted: AcceptedTokens | None = None
     drafting: Drafting | None = None  # who reads ``accepted``
     late_tokens: Tensor | None = None  # on the device
@@ -69,7 +70,8 @@ class Ticket(Generic[N]):
         """Return its tokens, once, waiting for them."""
         assert not self.late or self.late_readback is not None, "late tokens are sampled before they are read"
         runs = None
-        if self.accepted is not None and self.drafting is not None:
+        if self.accepted is not None:
+            assert self.drafting is not None, "who has drafted reads what counts"
             runs = self.drafting.read(self.accepted)
         tokens = [run[0] for run in runs or ()]
         for readback in self.readbacks:
@@ -81,8 +83,9 @@ class Ticket(Generic[N]):
     def _with_late(self, tokens: list[int], late: list[int]) -> list[int]:
         if len(late) == len(self.rows):
             return late
+        unread = len(self.rows) - len(tokens)  # at the beginning, all of them late
         own = dict(zip(self.late, late, strict=True))
-        return [own.get(row, token) for row, token in zip(self.rows, tokens, strict=True)]
+        return [own.get(row, token) for row, token in zip(self.rows, [NOT_A_TOKEN] * unread + tokens, strict=True)]
 
 
 class Pipeline(Generic[N]):
@@ -135,10 +138,10 @@ class Pipeline(Generic[N]):
                 ticket.accepted = output.accepted
                 ticket.drafting = drafting
                 tokens = tokens[len(output.accepted.rows) * output.accepted.new_tokens :]
-            if len(tokens):
+            if self.persistent.deferred.unsampled:
+                ticket.late = self.persistent.deferred.rows
+            if len(tokens) and len(ticket.late) < len(ticket.rows):  # there are tokens to read by now
                 ticket.readbacks.append(self._readbacks.start(tokens))
-        if self.persistent.deferred.unsampled:
-            ticket.late = self.persistent.deferred.rows
         self.unread.append(ticket)
         return ticket
 

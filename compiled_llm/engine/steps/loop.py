@@ -230,7 +230,7 @@ class Loop:
         repeat = self._pipeline.repeat if launched.timer is None else launched.timer.of(self._pipeline.repeat)
         if self.model_runner.thread.call_briefly(repeat, prepared.batch, launched) is None:
             return False
-        if prepared.taps or self._failed:
+        if prepared.taps:
             self._note_arriving(prepared, launched)
         return True
 

@@ -86,4 +86,5 @@ class RowsThatShare:
 
 
 def sharing_of(state: RunnerState, ops: DecodeOps | None) -> Cascade | None:
+    """Return when decode steps of a model read shared pages once; None for never."""
     return Cascade.of(state, ops)
