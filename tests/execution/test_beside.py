@@ -25,8 +25,11 @@ from compiled_llm.compilation.graphs.step_table import ATTEMPTS, StepTable
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.pipeline import Pipeline
 from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
+from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.kvcache.row import Row
+from compiled_llm_ops.reference.backend import Reference
 from support.execution.model_changes import other_attribute
+from support.execution.page_checks import check_pages, wrong_tags
 from support.execution.stand_in_cuda_graphs import (
     OPTIONS,
     StandIn,
@@ -159,7 +162,15 @@ class Rows(RuleBasedStateMachine):
         assert len(said) == (failures > 0 and not self.before.failures), "once for a model"
 
 
+@pytest.fixture(params=[False, True], ids=["own decode", "planned"])
+def plans_decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps attend by our own ops, or are planned as FlashInfer's are."""
+    if request.param:
+        monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+
+
 @pytest.mark.drawn(most=1)
+@pytest.mark.usefixtures("plans_decode")
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("budget", [None, 2, pytest.param(4, marks=pytest.mark.whole)])
 def test_tokens_are_right_whatever_is_captured_and_when(
@@ -172,7 +183,7 @@ def test_tokens_are_right_whatever_is_captured_and_when(
     reference, examples = one_layer(), 30 if request.config.getoption("whole") else 8
     expected = {length: alone(reference, prompt_of(length), LONGEST + 2) for length in LENGTHS}
     caplog.set_level(logging.WARNING, "compiled_llm.graphs")
-    model = uncompiled(monkeypatch, budget)
+    model = check_pages(uncompiled(monkeypatch, budget, kv_memory="800 tokens"))  # a page soon has another owner
     known = {"model": model, "expected": expected, "budget": budget, "exact": exact, "caplog": caplog}
     made = type("OneBudget", (Rows,), known)
     run_state_machine_as_test(
@@ -240,6 +251,26 @@ def test_a_step_without_its_graph_runs_in_the_next_larger_or_as_it_is_until_it_i
     assert model.compiled.events.used[StepKey.decode(4)] >= 5, "a profile names the bucket that was wanted"
     assert model.compiled.events.used[StepKey.decode(8)] == 0
     assert not model.compiled.events.cold_starts
+
+
+@pytest.mark.drawn(most=1)
+@pytest.mark.usefixtures("plans_decode")
+def test_the_padding_that_runs_before_a_capture_writes_to_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padding have a table of their own: that of rows that have ended names pages that others have by now."""
+    monkeypatch.setattr(StandInGraphCapture, "slices", 2)
+    model = check_pages(compiled_llm.wrap(one_layer(), mode="eager", **{**OPTIONS, "kv_memory": "200 tokens"}))
+    model.compiled.warmup([2])
+    begun = note_calls(monkeypatch, Steps, "_begin_capture", lambda _, step: step)
+    generate_loop = runner_of(model, exact=False)
+    for lengths, steps in [([60, 60, 40], 0), ([27, 26], 8), ([27, 26], 8), ([60, 60, 40], 8)]:
+        rows = [generate_loop.admit(prompt_of(length), steps + 1) for length in lengths]
+        for _ in range(steps + 1):
+            generate_loop.step()
+        generate_loop.drain()
+        for row in rows:
+            generate_loop.release(row)
+    assert begun, "three rows ran in the step of eight, and theirs was captured"
+    assert wrong_tags(model) == 0
 
 
 @pytest.mark.whole

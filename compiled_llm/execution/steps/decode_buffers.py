@@ -130,11 +130,6 @@ class DecodeBuffers:
         slots = self._view(step).slots[:rows]
         self._state.slots.tables.next_token.index_copy_(0, slots, tokens.long())
 
-    def plan_padding(self, step: StepKey) -> None:
-        """Plan a step over rows of padding, if steps are planned."""
-        if self._planned is not None:
-            self._planned.plan_padding(step)
-
     # ---- read
 
     def of(self, step: StepKey) -> DecodeInputs:
@@ -155,7 +150,8 @@ class DecodeBuffers:
         own = self._state.staging.to_device([numbers, np.zeros_like(numbers), new, first_pages])
         mark_columns(own, step.rows)
         numbers_there, positions, lengths, starts = own
-        return self.of(step)._replace(slots=numbers_there, positions=positions, lengths=lengths, starts=starts)
+        inputs = self.of(step)._replace(slots=numbers_there, positions=positions, lengths=lengths, starts=starts)
+        return inputs if self._planned is None else inputs._replace(planned=self._planned.of_padding(step))
 
     def _view(self, step: StepKey) -> DecodeInputs:
         """Return the views for a bucket; batch 1 is compiled with its size built in."""

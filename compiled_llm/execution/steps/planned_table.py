@@ -14,6 +14,7 @@ from compiled_llm.compilation.inputs import PlannedRows
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.memory import mark_columns, mark_static
+from compiled_llm.kvcache.pool import NULL_PAGE
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable, build_table
 
@@ -47,9 +48,15 @@ class PlannedTable:
         indptr, last_page_len, qo_indptr = self._views[step]
         return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, self._planner.for_decode(step))
 
-    def plan_padding(self, step: StepKey) -> None:
-        """Plan a bucket that has no rows now, and leave the table as it is."""
-        self._planner.plan_decode(self._on_host([], step), step)
+    def of_padding(self, step: StepKey) -> PlannedRows:
+        """Plan a bucket that has no rows now; return a table of padding, and leave that of the rows as it is."""
+        # All buckets share the rows' table: a step that reads it writes to their pages, and advances it.
+        table = self._on_host([], step)
+        self._planner.plan_decode(table, step)
+        indptr, last_page_len = own = self._staging.to_device([table.indptr, table.last_page_len])
+        mark_columns(own, step.rows)
+        indices = mark_static(torch.full_like(self._indices, NULL_PAGE))  # as many: their number is built in
+        return self.of(step)._replace(indptr=indptr, indices=indices, last_page_len=last_page_len)
 
     def lay_out(self, rows: Sequence[Row], step: StepKey) -> None:
         """Write and plan the table of rows that have grown by the token that they are about to feed in."""

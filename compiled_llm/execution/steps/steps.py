@@ -307,7 +307,6 @@ class Steps:
         """Begin to capture a step that has only run in a larger one, once it has run over rows of padding."""
         # What kernels do in their first launch cannot be captured.
         manager = self._graph_manager
-        self.buffers.plan_padding(step)
         arguments = manager.arguments(self.buffers.of_padding(step))
         with manager.paged():
             outputs: StepOutputs = manager.programs.prepared(arguments).compiling_nothing()()
