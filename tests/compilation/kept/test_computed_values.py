@@ -189,6 +189,7 @@ def test_a_computed_value_is_followed_or_the_program_is_not_kept(name: str, chan
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="Dynamo 2.11 traces no such property")  # type: ignore[operator]
 def test_a_property_of_a_metaclass_that_has_changed_is_followed(tmp_path: Path, change: Callable[[], None]) -> None:
     read = NOT_TRACED["a property of a metaclass"]
     with part.recording(tmp_path):

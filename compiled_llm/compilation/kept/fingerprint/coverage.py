@@ -16,7 +16,9 @@ from types import (
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
+    WrapperDescriptorType,
 )
 
 from torch import nn
@@ -127,6 +129,8 @@ def _is_stored(owner: object, step: Step) -> bool:
     stored = inspect.getattr_static(owner, step.name, _ABSENT)
     if isinstance(owner, enum.EnumMeta) and step.name in owner.__members__:
         stored = owner.__members__[step.name]  # its class has what returns it, until Python 3.11
+    if isinstance(step.value, MethodWrapperType) and isinstance(stored, WrapperDescriptorType):
+        return True  # a slot of C, as `object` has where a layer of an outline, with one class more, has its own
     if is_plain(step.value):
         return type(stored) is type(step.value) and (stored is step.value or stored == step.value)
     return _unbound(stored) is _unbound(step.value)
