@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from numbers import Integral
@@ -214,12 +215,16 @@ class Runtime:
         self.config = dataclasses.replace(self.config, kv_scales=scales)
 
     def take_back(self, pages: int, rows: int, pool: PagePool) -> None:
-        """Have engines preempt requests, if it takes that to make pages of a pool, and states of rows, available."""
+        """Make pages of a pool and states of rows available, if engines have them, or caches that nobody reaches."""
         # A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
         # paused, or passes from thread to thread. The caller holds the loop lock.
         if pool.lacks(pages, rows):
             for engine in list(self.engines):
                 engine.give_back(pages, rows, pool)
+        if pool.lacks(pages, rows):
+            # A cache that nobody reaches may be in a cycle: torch leaves some that hold the frames of a call which has
+            # waited for a compiler.
+            gc.collect()
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""

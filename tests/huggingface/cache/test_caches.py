@@ -46,6 +46,23 @@ def assert_all_given_back(model: PreTrainedModel, chats: Any = ()) -> None:
     assert_account_is_empty(model)
 
 
+def test_a_call_gets_the_pages_of_a_cache_that_only_a_cycle_holds() -> None:
+    """As that of a call whose frames are in one: torch leaves such cycles where a call waits for a compiler."""
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "kv_memory": "64 tokens"})
+    ids = torch.randint(3, 128, (1, 20))
+    gc.disable()
+    try:
+        holder: dict[str, Any] = {"cache": greedy(model, {"input_ids": ids}, 30, return_dict_in_generate=True)}
+        holder["itself"] = holder
+        del holder
+        account = model.compiled.stats().pages
+        assert account.used > account.free
+        assert greedy(model, {"input_ids": ids}, 30).shape == (1, 50)
+    finally:
+        gc.enable()
+    assert_account_is_empty(model)
+
+
 @pytest.mark.parametrize("forwards", [0, 3], ids=["generate", "forward"])
 def test_a_cache_that_is_kept_keeps_no_model_alive(forwards: int) -> None:
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "eager"})
