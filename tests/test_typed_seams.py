@@ -26,6 +26,9 @@ from support.imports import CHECKOUT, PACKAGES, is_for_types, sources
 MOST_ANY = 591
 """Lines of the package with an annotation that is `Any` and nothing else; each that goes lowers it."""
 
+ANY = re.compile(r"(:|->) Any\b")
+"""What the lines have that count: most files have none, and to parse all of them takes seconds."""
+
 MODULES = sorted({module for modules in (FEATURES | LATE_FEATURES).values() for module in modules})
 
 
@@ -99,6 +102,7 @@ def checked_in(module: str) -> set[str]:
     }
 
 
+@functools.cache
 def protocols() -> dict[str, ast.ClassDef]:
     """Return the classes of the protocols of seams."""
     wanted = {seam.protocol for seam in seams()}
@@ -243,7 +247,8 @@ def lines_with_any(tree: ast.Module) -> set[int]:
 
 
 def test_the_package_has_no_more_any_than_it_had() -> None:
-    found = {name: len(lines_with_any(tree_of(name))) for name in sources() if name.partition(".")[0] == "compiled_llm"}
+    own = {name: path for name, path in sources().items() if name.partition(".")[0] == "compiled_llm"}
+    found = {name: len(lines_with_any(tree_of(name))) for name, path in own.items() if ANY.search(path.read_text())}
     assert sum(found.values()) <= MOST_ANY, sorted(found.items(), key=lambda each: -each[1])[:20]
 
 
