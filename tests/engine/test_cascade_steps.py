@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
@@ -20,7 +22,9 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.cascade.cascade import Cascade
+from compiled_llm.execution.cascade.tables import CascadeBatch
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
 from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
@@ -232,6 +236,29 @@ def test_the_first_load_without_warmup_waits_for_captures_a_few_steps_long(
         assert first[Way(captured=True, cascade=True)] > 0.75 * first.total()
         assert first[Way(captured=True, cascade=False)] + first[Way(captured=False, cascade=False)] <= 2 * others
         assert {*second} == {Way(captured=True, cascade=True)}
+
+
+@pytest.mark.usefixtures("automatic", "captures")
+def test_a_step_of_few_rows_is_captured_after_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding runs first, and reads no tables of rows, which name more rows than the step has."""
+    longest: list[int] = []
+    made = DecodeBuffers.of_padding
+
+    def noted(own: DecodeBuffers, step: StepKey) -> DecodeInputs:
+        inputs = made(own, step)
+        if isinstance(inputs.shared, CascadeBatch):
+            longest.append(int(inputs.shared.shared_lengths.max()))
+        return inputs
+
+    monkeypatch.setattr(DecodeBuffers, "of_padding", noted)
+    with engine_of_64() as engine:
+        engine.warmup([64])
+        for rows in (64, 5):
+            engine.generate([[*range(3, 60), 60 + own] for own in range(rows)], greedy(30))
+        table = engine._model.compiled.cuda_graphs
+    assert longest, "smaller steps were captured while the one of 64 rows ran"
+    assert set(longest) == {0}
+    assert table.failures == 0
 
 
 @pytest.mark.usefixtures("automatic", "captures")

@@ -64,8 +64,6 @@ class CascadeTable:
         sizes = (max_rows, CASCADE_LEVELS * max_rows, 6 * self._max_items, 3 * CASCADE_LEVELS * max_rows)
         with torch.inference_mode(False):
             self._whole = tuple(torch.zeros(size, dtype=torch.int32, device=state.device) for size in sizes)
-            _, members, items, _ = self._whole
-            self._any_rows = mark_static(members), mark_static(items.view(-1, 6))
         self._views: dict[StepKey, CascadeBatch] = {}
 
     @property
@@ -75,15 +73,28 @@ class CascadeTable:
     def of(self, step: StepKey) -> CascadeBatch:
         """Return the tables of a bucket, always the same tensors."""
         if step not in self._views:
-            shared_lengths, _, _, parts = self._whole
-            of_rows = shared_lengths[: step.rows], parts.view(-1, CASCADE_LEVELS, 3)[: step.rows]
-            mark_columns(of_rows, step.rows)
-            self._views[step] = CascadeBatch(of_rows[0], *self._any_rows, of_rows[1], self._max_parts)
+            self._views[step] = self._viewed(self._whole, step)
         return self._views[step]
+
+    def of_padding(self, step: StepKey) -> CascadeBatch:
+        """Return tables of padding, and leave those of the rows, which may be more than the step has, as they are."""
+        whole = tuple(map(torch.zeros_like, self._whole))
+        self._write(whole, (), (), step)
+        return self._viewed(whole, step)
 
     def lay_out(self, runs: Sequence[SharedRun], rows: Sequence[Row], step: StepKey) -> None:
         """Write which pages of ``rows``, which have slots, are read together."""
+        self._write(self._whole, runs, rows, step)
+
+    def _viewed(self, whole: Sequence[Tensor], step: StepKey) -> CascadeBatch:
+        shared_lengths, members, items, parts = whole
+        of_rows = shared_lengths[: step.rows], parts.view(-1, CASCADE_LEVELS, 3)[: step.rows]
+        mark_columns(of_rows, step.rows)
+        any_rows = mark_static(members), mark_static(items.view(-1, 6))
+        return CascadeBatch(of_rows[0], *any_rows, of_rows[1], self._max_parts)
+
+    def _write(self, whole: Sequence[Tensor], runs: Sequence[SharedRun], rows: Sequence[Row], step: StepKey) -> None:
         starts = self._slots.of(rows, step.rows) * self._slots.pages_each
         paging = (self._page_size, self._heads, self._kv_heads, self._processors)
         tables = cascade_tables(runs, starts.tolist(), *paging, self._max_items, self._max_parts)
-        self._staging.upload([(table.reshape(-1), whole) for table, whole in zip(tables, self._whole, strict=True)])
+        self._staging.upload([(table.reshape(-1), column) for table, column in zip(tables, whole, strict=True)])

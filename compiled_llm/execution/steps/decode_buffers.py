@@ -151,6 +151,9 @@ class DecodeBuffers:
         mark_columns(own, step.rows)
         numbers_there, positions, lengths, starts = own
         inputs = self.of(step)._replace(slots=numbers_there, positions=positions, lengths=lengths, starts=starts)
+        if step.shares:
+            assert self._sharing is not None, "steps share pages"
+            return inputs._replace(shared=self._sharing.of_padding(step))
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of_padding(step))
 
     def _view(self, step: StepKey) -> DecodeInputs:
