@@ -73,6 +73,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[dict[str, A
     return watch
 
 
+@pytest.fixture(params=OVERRIDDEN)
+def name(request: pytest.FixtureRequest) -> str:
+    """A method that we override; the table says since when there is one that is new."""
+    found: str = request.param
+    if f"``{found}`` (" in str(compat.__doc__) and not hasattr(GenerationMixin, found):
+        pytest.skip("this transformers has no such method yet")
+    return found
+
+
 def generate(model: Any, **options: Any) -> Any:
     return model.generate(**{"input_ids": IDS, "max_new_tokens": 3, "do_sample": False, **options})
 
@@ -80,14 +89,12 @@ def generate(model: Any, **options: Any) -> Any:
 # ---- methods that are overridden
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN)
 def test_generate_still_calls_each_method_that_we_override(name, model, watched):
     calls = watched(name)
     generate(model, **CALLS.get(name, {}))
     assert calls, f"generate no longer calls GenerationMixin.{name}"
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN)
 def test_each_method_that_we_override_takes_what_ours_takes(name):
     ours = inspect.signature(getattr(WrappedModel, name)).parameters.values()
     named = [parameter.name for parameter in ours if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
