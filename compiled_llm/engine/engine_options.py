@@ -7,8 +7,8 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
 from compiled_llm.engine.admission.policies import POLICIES
+from compiled_llm.engine.loop_settings import LogprobsMode
 from compiled_llm.engine.parts import DRAFTS
-from compiled_llm.engine.steps.taps import LogprobsMode
 from compiled_llm.features import check_has, needed
 from compiled_llm.kinds.support import FoundKind, refusal
 from compiled_llm.model.sizes import max_positions_of

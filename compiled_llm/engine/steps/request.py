@@ -109,7 +109,7 @@ class Request(AnswerRecord[RequestPart]):
 
     @property
     def ready(self) -> bool:
-        """Whether its grammar is compiled, if it has one."""
+        """Whether its form can be followed, if it has one."""
         return self.constraint is None or self.constraint.ready
 
     @property
