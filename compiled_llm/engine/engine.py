@@ -126,17 +126,6 @@ class Engine:
         self._runtime = _wrapped(model)
         max_num_seqs = self._runtime.usual_rows(MAX_NUM_SEQS) if max_num_seqs is None else max_num_seqs
         tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
-        check_options(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_step_ms=max_step_ms,
-            max_queue=max_queue,
-            logprobs_mode=logprobs_mode,
-            mixed=mixed,
-            admission=admission,
-            grammar_timeout=grammar_timeout,
-            mm_encoder_cache_gb=mm_encoder_cache_gb,
-        )
         settings = LoopSettings(
             max_num_seqs,
             max_step_ms,
@@ -148,6 +137,8 @@ class Engine:
             speculation=speculative_config,
             max_model_len=max_model_len,
         )
+        others = {"grammar_timeout": grammar_timeout, "mm_encoder_cache_gb": mm_encoder_cache_gb}
+        check_options(settings._asdict() | others | {"max_queue": max_queue})
         self._settings = _fitting(settings, self._runtime)
         self._runtime.make_room(max_num_seqs)
         self._model = model

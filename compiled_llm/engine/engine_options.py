@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from compiled_llm.execution.lifecycle.runtime import Runtime
 
 
-def check_options(**options: Any) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Check options of an ``Engine``; ValueError if one is impossible."""
-    for name, value in options.items():
-        holds, must = _RULES[name]
-        if not holds(value):
-            raise ValueError(f"{name}={value!r}: give {must}")
+    for name, (holds, must) in _RULES.items():
+        if not holds(options[name]):
+            raise ValueError(f"{name}={options[name]!r}: give {must}")
 
 
 def speculation_of(given: Mapping[str, Any] | None, runtime: Runtime, max_num_seqs: int) -> Any:

@@ -21,25 +21,19 @@ class TokenDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer``: HuggingFace's, or any object with its ``decode``."""
-        self._tokenizer = tokenizer
-        self._backend = backend_of(tokenizer)
-        self._special = special_tokens(self._backend)
-        self._cleans_up = cleans_up(tokenizer)
+        self.tokenizer = tokenizer
+        self.backend = backend_of(tokenizer)
+        self.special = special_tokens(self.backend)
+        self.cleans_up = cleans_up(tokenizer)
 
     def text(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """Return a detokenizer for one answer."""
-        cleanup = SpaceCleanup(self._tokenizer) if self._cleans_up else None
-        text = functools.partial(self.text, skip_special_tokens=skip_special_tokens)
-        without_text = self._special if skip_special_tokens else frozenset[int]()
-        if self._backend is not None:
-            return _StreamDetokenizer(text, cleanup, without_text, self._backend, skip_special_tokens)
-        options = {"clean_up_tokenization_spaces": False} if self._cleans_up else {}
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens, **options)
-        return _WindowDetokenizer(text, cleanup, without_text, decode)
+        kind = _WindowDetokenizer if self.backend is None else _StreamDetokenizer
+        return kind(self, skip_special_tokens)
 
 
 class Detokenizer(ABC):
@@ -48,16 +42,10 @@ class Detokenizer(ABC):
     # A token's text comes once its characters are complete. Joined, the pieces are ``tokenizer.decode`` of all tokens;
     # only where byte tokens turn out to be no UTF-8 does it take back a character, which pieces cannot.
 
-    def __init__(
-        self,
-        text: Callable[[Sequence[int]], str],
-        cleanup: SpaceCleanup | None,
-        without_text: Collection[int],
-    ) -> None:
-        """``text`` decodes all tokens at once; tokens ``without_text`` are left out."""
-        self._text = text
-        self._cleanup = cleanup
-        self._without_text = without_text
+    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
+        self._text = functools.partial(decoder.text, skip_special_tokens=skip_special_tokens)
+        self._cleanup = SpaceCleanup(decoder.tokenizer) if decoder.cleans_up else None
+        self._without_text: Collection[int] = decoder.special if skip_special_tokens else ()
         self._held: list[int] = []  # tokens whose text has not come
         self._tried = 0  # how many of them ``_piece`` has seen
 
@@ -90,16 +78,9 @@ class Detokenizer(ABC):
 class _StreamDetokenizer(Detokenizer):
     """A window as ``_WindowDetokenizer``, in ``tokenizers``: a third of the time."""
 
-    def __init__(
-        self,
-        text: Callable[[Sequence[int]], str],
-        cleanup: SpaceCleanup | None,
-        without_text: Collection[int],
-        backend: Any,
-        skip_special_tokens: bool,
-    ) -> None:
-        super().__init__(text, cleanup, without_text)
-        self._backend = backend
+    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
+        super().__init__(decoder, skip_special_tokens)
+        self._backend = decoder.backend
         self._new = functools.partial(DecodeStream, skip_special_tokens=skip_special_tokens)
         self._stream = self._new()
 
@@ -115,15 +96,10 @@ class _StreamDetokenizer(Detokenizer):
 class _WindowDetokenizer(Detokenizer):
     """A window of the latest tokens, decoded together with those before them: text depends on its left context."""
 
-    def __init__(
-        self,
-        text: Callable[[Sequence[int]], str],
-        cleanup: SpaceCleanup | None,
-        without_text: Collection[int],
-        decode: Callable[[list[int]], str],
-    ) -> None:
-        super().__init__(text, cleanup, without_text)
-        self._decode = decode
+    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
+        super().__init__(decoder, skip_special_tokens)
+        options = {"clean_up_tokenization_spaces": False} if decoder.cleans_up else {}
+        self._decode = functools.partial(decoder.tokenizer.decode, skip_special_tokens=skip_special_tokens, **options)
         self._before: list[int] = []  # tokens whose text came last
         self._before_text = ""
 

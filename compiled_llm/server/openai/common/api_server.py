@@ -19,13 +19,12 @@ from compiled_llm.server.http.api_error import ApiError, invalid, not_served
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
-from compiled_llm.server.openai.common.prompt_logprobs import check_prompt_logprobs
+from compiled_llm.server.openai.fields.logprobs import check_prompt_logprobs
+from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.fields.sampling import SamplingFields, WaitingFields
-from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.parts import SERVED_IMAGES
 from compiled_llm.server.settings import ApiServerSettings
 
-ENGINES_FORM = "structured_outputs"  # with which the engine's errors of a form begin
 REQUEST_ID, SUBMITTED = "compiled_llm.request_id", "compiled_llm.submitted"
 """Where the scope of a request has its id in the log, and what it has begun, for whoever traces it."""
 
@@ -134,7 +133,7 @@ class ApiServer:
         came = time.time_ns()
         characters = CHARACTERS * sum(map(len, prompts)) if shown is None else sum(map(len, shown.files))
         handles = await in_thread_if_long(begun, characters)
-        named = ({} if form is None else {ENGINES_FORM: form.field}) | ({} if shown is None else shown.named(param))
+        named = ({} if form is None else form.named) | ({} if shown is None else shown.named(param))
         limits = self.settings.max_unsent, self.settings.stream_interval
         request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], first, handles, came)
         return Answers(handles, request, first.include_stop_str_in_output, *limits, named)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from compiled_llm.requests.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from compiled_llm.requests.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries
+
+_MAX_ENTRIES = 2**18  # of prompts, that a request can ask for; each takes hundreds of bytes
 
 
 class LogprobFields(Body):
@@ -37,3 +40,15 @@ class LogprobFields(Body):
             "prompt_logprobs": self.prompt_logprobs,
             "prompt_logprobs_start": self.prompt_logprobs_start,
         }
+
+
+def check_prompt_logprobs(prompts: Sequence[Sequence[int]], each: Sequence[SamplingParams]) -> None:
+    """Check how many log-probabilities of prompts a request asks for; ApiError if too many."""
+    scored = [(own.prompt_logprobs, prompt) for own, prompt in zip(each, prompts, strict=True)]
+    entries = sum((1 + most) * len(prompt) for most, prompt in scored if most is not None)
+    if entries > _MAX_ENTRIES:
+        raise invalid(
+            f"logprobs: {entries:,} of the tokens of prompts; there can be {_MAX_ENTRIES:,}: give fewer or shorter "
+            "prompts, or smaller logprobs",
+            "logprobs",
+        )
