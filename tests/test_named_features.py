@@ -19,5 +19,11 @@ def test_a_file_that_names_a_feature_no_more_leaves_the_list(feature):
     assert not fewer, f"PYTHONPATH=. python support/{LIST.stem}.py, in tests/, takes them off {LIST.name}"
 
 
+@pytest.mark.parametrize("feature", ["logprobs", "hidden_states", "structured_outputs", "pooling", "drafts"])
+def test_each_file_that_names_a_feature_says_why(feature):
+    without = [file for file, reason in kept()[feature].items() if not reason]
+    assert not without, f"say why in {LIST.name}: FILE  # WHY"
+
+
 def test_the_list_is_as_it_is_written():
     assert LIST.read_text() == written(kept())

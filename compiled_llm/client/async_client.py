@@ -90,7 +90,7 @@ class AsyncClient(BaseClient):
         emitted: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """As of ``Client``; if it is cancelled, its requests end."""
-        return await self._generate(prompts, params, hidden_states, emitted)
+        return await self._generate(prompts, params, hidden_states=hidden_states, emitted=emitted)
 
     async def _wait_until_ready(self, timeout: float | None = None) -> Ready:
         if self._session_to_use().broken:

@@ -204,17 +204,13 @@ class BaseClient(ABC):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        hidden_states: Sequence[int] | None,
-        emitted: Sequence[str] | None,
+        **outputs: Any,
     ) -> list[RequestOutput]:
         await self._rejoin()
         handles: list[RequestHandle] = []
         listeners = Listeners()
         try:
-            handles.extend(
-                self.submit(*entry, hidden_states=hidden_states, emitted=emitted)
-                for entry in with_params(prompts, params)
-            )
+            handles.extend(self.submit(*entry, **outputs) for entry in with_params(prompts, params))
             remaining = list(handles)
 
             def changed() -> None:

@@ -93,7 +93,7 @@ class Client(BaseClient):
             EngineBusyError: there are more than may wait; those that were taken are ended.
             EngineProcessError: the engine process takes no requests, or is gone.
         """
-        return _finished(self._generate(prompts, params, hidden_states, emitted))
+        return _finished(self._generate(prompts, params, hidden_states=hidden_states, emitted=emitted))
 
     def _dial(self) -> Line:
         return ThreadConnection(self._path)

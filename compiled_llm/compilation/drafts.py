@@ -20,7 +20,7 @@ from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.options import decode_options
 from compiled_llm.compilation.program import Program, ProgramInputs
 from compiled_llm.compilation.sampling.sampling import SamplingTables
-from compiled_llm.compilation.steps import emitted, forward_of_rows, positions_of
+from compiled_llm.compilation.steps import forward_of_rows, positions_of
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import Forward
 from compiled_llm_ops import (
@@ -101,7 +101,7 @@ def drafted_step(
 
     Returns:
         ``[T, V]`` logits in the model's dtype, ``[T]`` int64, the sampled tokens, or what ``accept_drafts`` has in
-            place of those that do not count, and what was asked for besides; T = B * q, the tokens of a row next to
+            place of those that do not count; T = B * q, the tokens of a row next to
             each other. The first token of each row counts; it is ``BAD_COUNTS`` if its drafter is wrong about how many
             it has proposed.
     """
@@ -123,7 +123,7 @@ def drafted_step(
     inputs.positions.add_(accepted)
     inputs.lengths.add_(accepted)
     tokens = torch.cat([torch.where(good, tokens[:, :1], BAD_COUNTS), tokens[:, 1:]], dim=1)
-    return StepOutputs(logits, tokens.flatten(), emitted(inputs, out))
+    return StepOutputs(logits, tokens.flatten(), {})
 
 
 def _drafted(inputs: DecodeInputs, tables: SamplingTables) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
@@ -173,14 +174,14 @@ class EmittedReader(PlanTap):
         self._spans: Sequence[TokenSpan] = ()
         self._later = 0
 
-    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+    def launched(self, spans: Sequence[TokenSpan], outputs: StepOutputs, later: int = 0) -> None:
         """Copy what is wanted of a launch, on the device."""
         launch = self._last
         if launch is None or spans is not self._spans or later != self._later + 1:
-            launch = self._of(spans, emitted, later)
+            launch = self._of(spans, outputs.emitted, later)
         self._last, self._spans, self._later = launch, spans, later
         if launch.spans:
-            launch.steps.emitted.append(emitted)
+            launch.steps.emitted.append(outputs.emitted)
             self._arriving.append(launch)
 
     def _of(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int) -> ArrivingEmitted:
@@ -261,8 +262,8 @@ class RequestEmitted(RequestPart):
     def needed(self) -> int:
         return self.tokens
 
-    def lets_guess(self, processed_logprobs: bool) -> bool:
-        return False
+    def needs_single_tokens(self, settings: LoopSettings) -> bool:
+        return True
 
     # ---- read
 

@@ -27,11 +27,10 @@ from compiled_llm.engine.intake import Intake
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import warm_up
+from compiled_llm.engine.loop_settings import LogprobsMode, LoopSettings, Mixed
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.parts import GRAMMARS, POOLING, EngineGrammars
-from compiled_llm.engine.steps.loop import LoopSettings, Mixed
 from compiled_llm.engine.steps.request import RequestError
-from compiled_llm.engine.steps.taps import LogprobsMode
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.wanted import wanted_of
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
@@ -127,21 +126,19 @@ class Engine:
         self._runtime = _wrapped(model)
         max_num_seqs = self._runtime.usual_rows(MAX_NUM_SEQS) if max_num_seqs is None else max_num_seqs
         tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
-        check_options(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_step_ms=max_step_ms,
-            max_queue=max_queue,
-            logprobs_mode=logprobs_mode,
-            mixed=mixed,
-            admission=admission,
-            grammar_timeout=grammar_timeout,
-            mm_encoder_cache_gb=mm_encoder_cache_gb,
-        )
         settings = LoopSettings(
-            *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
-            *(speculative_config, max_model_len),
+            max_num_seqs,
+            max_step_ms,
+            prefix_cache,
+            logprobs_mode,
+            watch_model,
+            mixed,
+            admission,
+            speculation=speculative_config,
+            max_model_len=max_model_len,
         )
+        others = {"grammar_timeout": grammar_timeout, "mm_encoder_cache_gb": mm_encoder_cache_gb}
+        check_options(settings._asdict() | others | {"max_queue": max_queue})
         self._settings = _fitting(settings, self._runtime)
         self._runtime.make_room(max_num_seqs)
         self._model = model
@@ -368,11 +365,12 @@ class Engine:
             raise ValueError(
                 f"rows: {wrong[0]!r} is not a whole number between 1 and max_num_seqs={self._settings.max_num_seqs}"
             )
-        if structured or (self._tokenizer is not None and wanted.structured):
+        if structured or (self._tokenizer is not None and wanted.masked):
             check_has("structured_outputs", "structured=True")
             assert self._grammars is not None, "the part is there"
             self._grammars.prepare(self.token_facts.logits, self.token_facts.eos_token_ids)
-        warm_up(self._runtime, self._engine_thread, wanted, structured, report, self._intake.images_in_steps)
+        deferred_rows = wanted.sizes if structured else ()
+        warm_up(self._runtime, self._engine_thread, wanted, deferred_rows, report, self._intake.images_in_steps)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""

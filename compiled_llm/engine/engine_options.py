@@ -7,8 +7,8 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, get_args
 
 from compiled_llm.engine.admission.policies import POLICIES
+from compiled_llm.engine.loop_settings import LogprobsMode
 from compiled_llm.engine.parts import DRAFTS
-from compiled_llm.engine.steps.taps import LogprobsMode
 from compiled_llm.features import check_has, needed
 from compiled_llm.kinds.support import FoundKind, refusal
 from compiled_llm.model.sizes import max_positions_of
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from compiled_llm.execution.lifecycle.runtime import Runtime
 
 
-def check_options(**options: Any) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Check options of an ``Engine``; ValueError if one is impossible."""
-    for name, value in options.items():
-        holds, must = _RULES[name]
-        if not holds(value):
-            raise ValueError(f"{name}={value!r}: give {must}")
+    for name, (holds, must) in _RULES.items():
+        if not holds(options[name]):
+            raise ValueError(f"{name}={options[name]!r}: give {must}")
 
 
 def speculation_of(given: Mapping[str, Any] | None, runtime: Runtime, max_num_seqs: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -49,6 +50,6 @@ class RequestPart(SentColumn):
     def recall(self, prefixes: PrefixTree, again: bool) -> None:
         """Take what is kept beside cached pages, before its text begins with some; ``again`` forgets all before."""
 
-    def lets_guess(self, processed_logprobs: bool) -> bool:
-        """Return whether steps may check guesses of its request; what tokens are drawn from is not as without them."""
-        return True
+    def needs_single_tokens(self, settings: LoopSettings) -> bool:
+        """Return whether no step of such a loop may sample several tokens of its request."""
+        return False

@@ -7,11 +7,13 @@ from typing import Any
 
 from compiled_llm.engine.parts import POOLING
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.steps.taps import EMITTED
+from compiled_llm.engine.steps.taps import TAPS
 from compiled_llm.features import needed
 from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.requests.sampling_params import SamplingParams
+
+_EMITTED = TAPS.named("hidden_states")
 
 
 def wanted_of(
@@ -27,4 +29,4 @@ def wanted_of(
         return needed(POOLING).settings_of(facts, params, outputs, pooled)
     if not outputs:
         return params, None
-    return params, needed(EMITTED).TAP.asked(hidden_states=hidden_states, emitted=emitted, facts=facts)
+    return params, needed(_EMITTED).TAP.asked(hidden_states=hidden_states, emitted=emitted, facts=facts)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.inputs import Pooling
 from compiled_llm.compilation.program import Program
 from compiled_llm.execution.accepted import AcceptedTokens
@@ -102,8 +102,8 @@ class Tap:
 
     wants: tuple[str, ...] = ()  # outputs of the model that steps give it besides logits, by HuggingFace's names
 
-    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
-        """Copy what a launch has emitted: ``[T, ...]`` each, until the next launch."""
+    def launched(self, spans: Sequence[TokenSpan], outputs: StepOutputs, later: int = 0) -> None:
+        """Copy what a launch gives besides logits: ``[T, ...]`` each, until the next launch."""
         # ``spans`` say whose tokens these are, in order; padding may follow. The same object stands for the same rows.
         # ``later`` tokens of its row come between each span and the tokens.
 

@@ -133,7 +133,7 @@ class GenerateLoop:
     def launch(self, batch: Batch) -> Ticket[None]:
         """Launch a decode step of some of the rows; ``read`` it once the next step has been launched.
 
-        Rows of grammars and logits processors cannot take part.
+        Rows whose sampling is deferred cannot take part.
 
         Raises:
             RuntimeError: rows have no next tokens.

@@ -208,7 +208,7 @@ class ModelRunner:
         if batch.taps:
             spans = last_tokens(rows, new)
             for tap in batch.taps:
-                tap.launched(spans, outputs.emitted)
+                tap.launched(spans, outputs)
         output = persistent.commit(rows, launch, period, batch)
         if batch.taps or persistent.deferred.deferring:
             persistent.deferred.add(output, batch.taps, new if output.accepted is not None else 1)

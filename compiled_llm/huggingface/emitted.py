@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
 from compiled_llm.execution.batch import Tap, TokenSpan
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.staging import Staging
@@ -148,8 +148,9 @@ class EmittedColumns(Tap):
         self._shape = shape
         self._collected: dict[int | str, Tensor] = {}
 
-    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+    def launched(self, spans: Sequence[TokenSpan], outputs: StepOutputs, later: int = 0) -> None:
         """Put tokens into their columns."""
+        emitted = outputs.emitted
         packed, columns = self._where(spans, later)
         self.left -= len(packed)
         self.layers = sum(isinstance(name, int) for name in emitted)
@@ -208,17 +209,17 @@ class StepStates(EmittedOfSteps):
         staging = call.model_runner.state.staging
         self._prompts = EmittedColumns(self._wanted, staging, places, (len(rows), width))
 
-    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+    def launched(self, spans: Sequence[TokenSpan], outputs: StepOutputs, later: int = 0) -> None:
         """Keep a copy."""
         assert self._prompts is not None, "the call has begun"
         if self._prompts.left:
-            self._prompts.launched(spans, emitted)
+            self._prompts.launched(spans, outputs)
             return
         if not later:
             assert [span.row for span in spans[: len(self._rows)]] == self._rows, "a step is of all rows"
         if self._steps is None:
-            self._steps = EmittedSteps([slice(len(self._rows))], self._wanted.chosen(emitted).keys())
-        self._steps.append(emitted)
+            self._steps = EmittedSteps([slice(len(self._rows))], self._wanted.chosen(outputs.emitted).keys())
+        self._steps.append(outputs.emitted)
 
     def outputs(self, steps: int) -> dict[str, Any]:
         """Return the fields of ``generate``'s output for the first steps."""

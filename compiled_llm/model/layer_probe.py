@@ -1,8 +1,8 @@
 """Learns each attention layer's geometry by watching one fake forward."""
 
 # Configs of different families spell geometry in different ways, and some models never reach the attention interface at
-# all. So nothing is guessed from the config: the model runs once on fake tensors (no memory, no arithmetic), and every
-# call that reaches our attention function is recorded.
+# all. So nothing is concluded from the config: the model runs once on fake tensors (no memory, no arithmetic), and
+# every call that reaches our attention function is recorded.
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Ranking(Struct, frozen=True, omit_defaults=True):
     """How a query and a document become a prompt, and its score follows from what the model makes of it.
 
     Attributes:
-        tokens: those that say yes and no, whose log-probabilities are compared; None for a classifier's only label.
+        tokens: those that say yes and no, by whose scores documents are ranked; None for a classifier's only label.
         chat: options of the chat template that writes query and document as messages of these roles; None for one
             text after the other, as the tokenizer writes pairs.
         in_parts: whether the template takes contents as lists of parts.

@@ -188,7 +188,7 @@ def settings_of(options: Mapping[str, Any], name: str, **others: Any) -> ApiServ
 
 
 def keys_in(file: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one a line; ValueError if there are none, or one can be guessed."""
+    """Return the keys of a file, one a line; ValueError if there are none, or one is too short."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -200,7 +200,7 @@ def keys_in(file: Path) -> tuple[str, ...]:
 
 
 def checked_keys(keys: tuple[str, ...], source: str) -> tuple[str, ...]:
-    """Return keys that come from ``source``; ValueError if one can be guessed."""
+    """Return keys that come from ``source``; ValueError if one is too short."""
     if short := [key for key in keys if len(key) < _SHORTEST_KEY or not key.isascii()]:
         raise ValueError(
             f"{source}: a key of {len(short[0])} characters; keys are of ASCII, {_SHORTEST_KEY} or "

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.loop import Loop, Mixed
+from compiled_llm.engine.loop_settings import Mixed
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.prefill.launches import PrefillLaunches
 from compiled_llm.execution.prefill.packing import PrefillChunk
 from compiled_llm.requests.outputs import RequestOutput

@@ -104,6 +104,6 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
 
 
 def test_structured_profiles_have_choices_with_masks() -> None:
-    assert not ONE.structured
-    assert not Profile(MADE_FOR, {StepKey.sampling(4, False): 1}).structured
-    assert Profile(MADE_FOR, {StepKey.sampling(4, True): 1}).structured
+    assert not ONE.masked
+    assert not Profile(MADE_FOR, {StepKey.sampling(4, False): 1}).masked
+    assert Profile(MADE_FOR, {StepKey.sampling(4, True): 1}).masked

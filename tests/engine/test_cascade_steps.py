@@ -19,7 +19,8 @@ from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.loop import Loop, Mixed
+from compiled_llm.engine.loop_settings import Mixed
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.cascade.cascade import Cascade
 from compiled_llm.execution.cascade.tables import CascadeBatch

@@ -16,7 +16,8 @@ from compiled_llm.config import Mode
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.loop import Loop, Mixed
+from compiled_llm.engine.loop_settings import Mixed
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.mixed_steps import MixedStep
 from compiled_llm.execution.steps.steps import Steps

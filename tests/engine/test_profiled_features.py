@@ -35,7 +35,7 @@ def test_choices_under_grammars_are_prepared_for_as_many_rows(tmp_path: Path, mo
         engine.generate([[5, 6]], SamplingParams(n=3, seed=0, max_tokens=20, structured_outputs=choice))
     model.compiled.save_profile(path)
     profile = Profile.read(path)
-    assert profile.structured
+    assert profile.masked
     rows = sorted({step.rows for step in profile.uses if step.phase == "sampling"})
     assert 4 in rows
 

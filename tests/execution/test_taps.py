@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import compiled_llm
-from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.execution.batch import StepOutput, Tap, TokenSpan
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.tiny_models import tiny_qwen3
@@ -39,8 +39,8 @@ class Norms(Tap):
     def __init__(self) -> None:
         self.found: list[Tensor] = []
 
-    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
-        self.found.append(emitted[1][: sum(span.size for span in spans)].norm(dim=1))
+    def launched(self, spans: Sequence[TokenSpan], outputs: StepOutputs, later: int = 0) -> None:
+        self.found.append(outputs.emitted[1][: sum(span.size for span in spans)].norm(dim=1))
 
 
 @pytest.fixture(params=["uncompiled", "captured"])

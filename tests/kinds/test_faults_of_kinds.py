@@ -53,8 +53,8 @@ CAPTURED: dict[str, Fault] = {
     ),
     "a later chunk overwrites what an earlier one gave": Fault(
         "test_captured_steps_give_the_same_tokens[windowed]",
-        "StepOutputs(logits.clone(), tokens.clone(), emitted)",
-        "StepOutputs(logits.clone(), tokens, emitted)",
+        "logits, tokens = logits.clone(), tokens.clone()",
+        "logits, tokens = logits.clone(), tokens",
     ),
     "a step that is repeated counts no positions": Fault(
         "test_captured_steps_give_the_same_tokens[variant]",

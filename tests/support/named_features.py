@@ -3,12 +3,13 @@
 `compiled_llm_flashinfer` is left out: FlashInfer's API over the ops names what it offers.
 
 ``PYTHONPATH=. python support/named_features.py``, in ``tests/``, writes the list anew, with the reasons that stand in
-it.
+it; with the name of a feature it prints the lines that name it.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from support.imports import CHECKOUT, sources
@@ -20,16 +21,26 @@ WORDS = {
     "latent": "latent",
     "variant": "(?<!in)variant",  # "invariant" is another feature
     "cascade": "cascade",
+    "logprobs": "log[_-]?prob",
+    "hidden_states": "hidden_states|emitted",
+    "structured_outputs": "structured(?!_decision| trace)|grammar",  # a body's type, and a log of torch's
+    "pooling": "(?<!un)pooled|pooling(?!_)",  # a CUDA graph's memory has no pool, or is outside of it
+    "drafts": "draft|speculat|guess",
 }
 """What names a feature, in code, comments and docstrings, as a pattern that ignores case."""
 
 
-def named_in() -> dict[str, list[str]]:
-    """Return the files that name each feature, from the checkout, without those whose path does."""
+def named_in() -> dict[str, dict[str, list[str]]]:
+    """Return the lines that name each feature, by file from the checkout, without the files whose path does."""
     own = {name: path for name, path in sources().items() if name.partition(".")[0] != "compiled_llm_flashinfer"}
-    files = {str(path.relative_to(CHECKOUT)): path.read_text() for path in own.values()}
+    files = {str(path.relative_to(CHECKOUT)): path.read_text().splitlines() for path in own.values()}
     return {
-        feature: sorted(file for file, text in files.items() if named(word, text) and not named(word, file))
+        feature: {
+            file: lines
+            for file, text in sorted(files.items())
+            if not named(word, file)
+            and (lines := [f"{at}: {line}" for at, line in enumerate(text, 1) if named(word, line)])
+        }
         for feature, word in WORDS.items()
     }
 
@@ -65,6 +76,11 @@ def written(features: dict[str, dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
+    for asked in sys.argv[1:]:
+        for name, found in named_in()[asked].items():
+            print(name, *found, sep="\n    ")
+    if sys.argv[1:]:
+        sys.exit()
     before = kept()
-    now = {name: {file: before[name].get(file, "") for file in files} for name, files in named_in().items()}
+    now = {name: {file: before.get(name, {}).get(file, "") for file in files} for name, files in named_in().items()}
     LIST.write_text(written(now))

@@ -79,8 +79,8 @@ class Profile:
         return sorted(self.uses.items(), key=lambda entry: (-entry[1], entry[0]))
 
     @property
-    def structured(self) -> bool:
-        """Whether tokens were sampled under grammars."""
+    def masked(self) -> bool:
+        """Whether tokens were sampled under masks."""
         return any(step.masked for step in self.uses)
 
     def check(self, here: MadeFor) -> None:

@@ -39,7 +39,7 @@ class SharedOutputs:
             outputs = launch()
             logits.copy_(outputs.logits)
             tokens.copy_(outputs.tokens)
-            return StepOutputs(logits, tokens, outputs.emitted)  # few steps emit anything, and each its own
+            return outputs._replace(logits=logits, tokens=tokens)  # few steps emit anything, and each its own
 
         return launch_and_copy
 

@@ -1,1 +1,1 @@
-"""The sampling step as compiled: logit adjustments, masks, draws and log-probabilities."""
+"""The sampling step as compiled: logit adjustments, masks and draws."""

@@ -19,7 +19,7 @@ class Requests(NamedTuple):
     answered: Counts  # tokens of its answer among them
     left: Counts  # tokens that its row grows by from there, at most
     exact: NDArray[np.bool_]  # whether it grows by as many: nothing ends its answer earlier
-    shared: Counts  # pages at the beginning of its row that other rows hold, too; of those that wait, a guess
+    shared: Counts  # pages at the beginning of its row that other rows hold, too; of those that wait, an estimate
 
 
 class AdmissionState(ABC):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.drafts.config import SpeculativeConfig
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.accepted import AcceptedTokens
@@ -37,12 +38,10 @@ class EngineDrafts:
         max_positions: how many tokens a row may have, guesses among them.
     """
 
-    def __init__(
-        self, model_runner: ModelRunner, config: SpeculativeConfig, max_model_len: int | None, processed_logprobs: bool
-    ) -> None:
-        """``processed_logprobs``: log-probabilities are of what tokens are drawn from, which guesses change."""
-        self._drafts = Drafts(model_runner, _settings(config), self._text_of, heard=self._count)
-        self._processed_logprobs = processed_logprobs
+    def __init__(self, model_runner: ModelRunner, settings: LoopSettings) -> None:
+        """Begin without any; ValueError if memory lacks for the texts to look in."""
+        self._drafts = Drafts(model_runner, _settings(settings.speculation), self._text_of, heard=self._count)
+        self._settings = settings
         self._requests: dict[Row, Request] = {}  # of the last plan
         # whom the rule was last asked about, with their rows, what it said, and in which step
         self._asked: Sequence[Request] = ()
@@ -50,7 +49,7 @@ class EngineDrafts:
         self._said = self._step = 0
         self.counts = DraftStats()
         longest = self._drafts.texts.longest_text
-        self.max_positions = longest if max_model_len is None else min(longest, max_model_len)
+        self.max_positions = longest if settings.max_model_len is None else min(longest, settings.max_model_len)
         self._told = False
 
     def _text_of(self, row: Row) -> NDArray[np.int64]:
@@ -74,7 +73,7 @@ class EngineDrafts:
         return self._drafts.rule.size(self._rows)
 
     def _needs_single_tokens(self, request: Request) -> bool:
-        return not all(part.lets_guess(self._processed_logprobs) for part in request.parts.values())
+        return any(part.needs_single_tokens(self._settings) for part in request.parts.values())
 
     def _tell(self) -> None:
         if not self._told:

@@ -12,8 +12,9 @@ from compiled_llm.engine.drafts.config import SpeculativeConfig, check_model as 
 if TYPE_CHECKING:
     from compiled_llm.engine.drafts import part as this
     from compiled_llm.engine.drafts.engine_drafts import EngineDrafts
+    from compiled_llm.engine.loop_settings import LoopSettings
     from compiled_llm.engine.parts import DraftsPart
-    from compiled_llm.engine.steps.loop import LoopDraftsPart, LoopSettings
+    from compiled_llm.engine.steps.loop import LoopDraftsPart
     from compiled_llm.execution.lifecycle.runtime import Runtime
     from compiled_llm.execution.lifecycle.warmup import Report
     from compiled_llm.execution.model_runner import ModelRunner
@@ -35,8 +36,7 @@ def drafts_of(model_runner: ModelRunner, settings: LoopSettings) -> EngineDrafts
     """Return the guesses of a loop with these settings; ValueError if memory lacks for the texts to look in."""
     from compiled_llm.engine.drafts.engine_drafts import EngineDrafts
 
-    processed = settings.logprobs_mode == "processed_logprobs"
-    return EngineDrafts(model_runner, settings.speculation, settings.max_model_len, processed)
+    return EngineDrafts(model_runner, settings)
 
 
 def prepare(model_runner: ModelRunner, config: SpeculativeConfig, rows: Iterable[int], report: Report) -> None:

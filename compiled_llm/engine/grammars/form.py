@@ -60,3 +60,10 @@ class GrammarForm:
                 words[token >> 5] &= ~np.uint32(1 << (token & 31))
             if without.any():
                 allowed[:] = without
+
+    def no_token_left(self, tokens: int) -> str:
+        """Return the error of an answer that cannot go on after so many tokens."""
+        return (
+            f"structured_outputs: no token is left after {tokens} new ones; see whether the model's tokens can spell "
+            "the form, and whether allowed_token_ids, bad_words and logits_processors leave some that it allows"
+        )

@@ -82,7 +82,7 @@ def requests_for(
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
-        enter: lets a request have what is emitted of its tokens; None if nothing is wanted.
+        enter: lets a request have what it asks for besides tokens; None if it asks for nothing.
         samplings: of other requests of the call, by the identity of their settings: rows then share arrays.
         keys: ``[T]`` int64, by which the prefix cache knows the prompt's tokens; None for their ids.
 

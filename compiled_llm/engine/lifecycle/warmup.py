@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from compiled_llm.compat.huggingface import sees_images
 from compiled_llm.engine.parts import DRAFTS, IMAGES
 from compiled_llm.engine.steps.taps import engine_taps
@@ -23,12 +25,12 @@ def warm_up(
     runtime: Runtime,
     engine_thread: EngineThread,
     wanted: StepList,
-    structured: bool,
+    deferred: Sequence[int],
     report: Report,
     shows: bool = False,
 ) -> None:
     """Prepare steps and other launches of requests, while none runs."""
-    # ``structured`` prepares sampling under grammars for as many rows, too; a profile says itself which.
+    # ``deferred`` are the rows for which deferred sampling is prepared, too; a profile says itself which.
     # ``shows`` prepares prompts with pictures, if steps read them.
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
@@ -39,4 +41,4 @@ def warm_up(
             needed(DRAFTS).prepare(model_runner, speculation, wanted.rows, report)
         if shows:
             prepare_pictures(model_runner, report)
-        model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())
+        model_runner.thread.call(model_runner.prepare_deferred, deferred)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from compiled_llm.engine.logprobs.entries import Logprobs
 from compiled_llm.engine.logprobs.score_tokens import ScoredTokens
 from compiled_llm.engine.logprobs.scores import Scores
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart
 from compiled_llm.engine.steps.request import Request
@@ -93,8 +94,8 @@ class RequestLogprobs(RequestPart):
     def runs_apart(self, start: int) -> RunsApart | None:
         return self._launches if self.unseen(start) == start else None
 
-    def lets_guess(self, processed_logprobs: bool) -> bool:
-        return self.most is None or not processed_logprobs
+    def needs_single_tokens(self, settings: LoopSettings) -> bool:
+        return self.most is not None and settings.logprobs_mode == "processed_logprobs"
 
     def following(self, start: int, count: int) -> NDArray[np.int64]:
         """Return the prompt's tokens that follow ``count`` others from ``start`` on, ``[Q]``; -1 after its last."""

@@ -58,7 +58,7 @@ class LogprobsTap(EngineTap):
         scored = [chunk.request for chunk in plan.extend if chunk.apart is PROMPTS]
         if not (wanting or scored):
             return None
-        return Watch(self.model_runner, wanting, scored, self.logprobs_mode == "processed_logprobs")
+        return Watch(self.model_runner, wanting, scored, self.settings.logprobs_mode == "processed_logprobs")
 
 
 TAP: type[EngineTap] = LogprobsTap

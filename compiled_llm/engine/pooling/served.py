@@ -58,7 +58,7 @@ def _embedding(facts: ModelFacts, files: SentenceFiles, pooling: str | None) -> 
 
 
 def _by_tokens(files: SentenceFiles) -> dict[str, Any]:
-    """Return how the log-probabilities of two tokens rank documents."""
+    """Return how the scores of two tokens rank documents."""
     tokens = (files.modules or {}).get("LogitScore")
     if tokens is None:
         raise ValueError(

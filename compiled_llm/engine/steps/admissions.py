@@ -151,7 +151,7 @@ class _SchedulerState(AdmissionState):
         return _requests(requests, list(map(_known, requests)), shared)
 
     def _shared_soon(self, request: Request) -> int:
-        """Guess how many pages a request will find that other rows have."""
+        """Estimate how many pages a request will find that other rows have."""
         filled = (len(request.prompt) - 1) // self.page_size
         if request.prefix_owner is not None:
             return filled

@@ -163,11 +163,9 @@ def _masks(requests: Constrained, staging: Staging) -> Masks:
 
 
 def _lost(request: Request) -> RequestError:
-    return InvalidRequestError(
-        f"structured_outputs: no token is left after {len(request.tokens)} new ones; see whether the "
-        "model's tokens can spell the form, and whether allowed_token_ids, bad_words and "
-        "logits_processors leave some that it allows"
-    )
+    form = None if request.constraint is None else request.constraint.form
+    assert form is not None, "its form has lost the way"
+    return InvalidRequestError(form.no_token_left(len(request.tokens)))
 
 
 def _unusable(request: Request) -> RequestError:

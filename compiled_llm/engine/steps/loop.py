@@ -8,19 +8,20 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.engine.admission.policies import AdmissionName, policy_of
-from compiled_llm.engine.chunks.policies import MaxStep, policy_of as chunks_of
+from compiled_llm.engine.admission.policies import policy_of
+from compiled_llm.engine.chunks.policies import policy_of as chunks_of
 from compiled_llm.engine.draft_stats import DraftStats
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.plan import Chunk, RunsApart, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.taps import LogprobsMode, PlanTap, UnreadOutput, engine_taps
+from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
 from compiled_llm.engine.steps.timing.late_launch import LateLaunch
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Drafting, Extension, StepOutput
@@ -32,8 +33,6 @@ from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 
 logger = logging.getLogger("compiled_llm.engine")
-
-Mixed = Literal["auto"] | bool
 
 
 @dataclass(slots=True)
@@ -72,20 +71,6 @@ class _FailedChunk(NamedTuple):
 
     def hand_out(self) -> dict[Request, RequestError]:
         return {self.request: self.error}
-
-
-class LoopSettings(NamedTuple):
-    """The user's settings of an engine's loop, as of ``Engine``."""
-
-    max_num_seqs: int
-    max_step_ms: MaxStep = None
-    prefix_cache: bool = True
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    watch_model: bool = True
-    mixed: Mixed = "auto"
-    admission: AdmissionName = "auto"
-    speculation: Any = None  # its ``SpeculativeConfig``
-    max_model_len: int | None = None
 
 
 class LoopDrafts(Protocol):
@@ -131,9 +116,8 @@ class Loop:
         model_runner: ModelRunner,
         scheduler: Scheduler,
         token_budget: TokenBudget,
+        settings: LoopSettings,
         prefixes: PrefixTree | None = None,
-        logprobs_mode: LogprobsMode = "raw_logprobs",
-        mixed: Mixed = "auto",
         drafts: LoopDrafts | None = None,
     ) -> None:
         """``drafts`` are there if tokens are guessed."""
@@ -143,11 +127,11 @@ class Loop:
         self.scheduler = scheduler
         self.prefixes = prefixes
         self._pipeline = Pipeline[_Launched](model_runner)
-        self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps()]
+        self._taps = [tap(model_runner, scheduler, settings) for tap in engine_taps()]
         self._prepared: _Prepared | None = None  # for the last plan
         self._failed: list[_FailedChunk] = []  # of the step that is being launched
         self._late_launch = LateLaunch()
-        self._mixed: Mixed = mixed
+        self._mixed = settings.mixed
         self.steps = self.mixed_steps = 0
         self.ran_prompts = self.timing = False
         self.stuck = False
@@ -158,16 +142,18 @@ class Loop:
         chunks, most = chunks_of(settings.max_step_ms, model_runner.device.type), model_runner.config.prefill_tokens
         packs_rows = settings.mixed == "auto" and model_runner.mixing_may_pay
         token_budget = TokenBudget(chunks, most, settings.mixed is True, packs_rows)
-        slots, admission = model_runner.state.slots.room_for, policy_of(settings.admission)
-        drafts = new_tokens = positions = None
-        if settings.speculation is not None:
-            drafts = needed(_DRAFTS).drafts_of(model_runner, settings)
-            new_tokens, positions = drafts.new_tokens, drafts.max_positions
+        drafts = None if settings.speculation is None else needed(_DRAFTS).drafts_of(model_runner, settings)
         scheduler = Scheduler(
-            *(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots, admission),
-            *(new_tokens, positions),
+            model_runner.pool,
+            settings.max_num_seqs,
+            token_budget.tokens,
+            prefixes,
+            slots=model_runner.state.slots.room_for,
+            admission=policy_of(settings.admission),
+            new_tokens=None if drafts is None else drafts.new_tokens,
+            max_positions=None if drafts is None else drafts.max_positions,
         )
-        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode, settings.mixed, drafts)
+        return cls(model_runner, scheduler, token_budget, settings, prefixes, drafts)
 
     @property
     def idle(self) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.constraint import Constraint
-from compiled_llm.engine.steps.token_log import Column, TokenLog
+from compiled_llm.engine.steps.token_log import TokenLog
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.answer import AnswerRecord
 from compiled_llm.requests.listeners import Listeners
@@ -49,8 +49,9 @@ class Request(AnswerRecord[RequestPart]):
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)  # counts requests as they come
     row: Row | None = None  # its pages while it runs
-    # The log with those of its tokens that nobody has asked for since they were read.
-    _column: Column | None = field(default=None, init=False)
+    # The log with those of its tokens that nobody has asked for since they were read, its place in there, and how many
+    # tokens it had before.
+    _followed: tuple[TokenLog, int, int] | None = field(default=None, init=False)
     # of the prefix cache when it was last admitted; others may not begin with its pages in another one
     generation: int = 0
     # how many of its prompt's tokens came from the prefix cache when it first ran. submitted, admitted, first_token,
@@ -70,8 +71,9 @@ class Request(AnswerRecord[RequestPart]):
     @property  # type: ignore[misc]  # of a log, until somebody asks: the dataclass only sets it, once
     def tokens(self) -> list[int]:
         """Sampled and read; any thread may ask."""
-        if (column := self._column) is not None:
-            column.read(self._tokens)
+        if (followed := self._followed) is not None:
+            log, place, start = followed
+            log.read(self._tokens, place, start)
         return self._tokens
 
     @tokens.setter
@@ -81,7 +83,8 @@ class Request(AnswerRecord[RequestPart]):
     def add_run(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Have more tokens, up to its end; return how many these are, and why it ends, if it does."""
         # The loop alone calls it. With ``NOT_A_TOKEN``, which no other follows, it fails.
-        tokens, self._column = self.tokens, None
+        tokens = self.tokens
+        self._followed = None
         for count, token in enumerate(run):
             if token == NOT_A_TOKEN:
                 return count, "error"
@@ -95,7 +98,7 @@ class Request(AnswerRecord[RequestPart]):
 
     def follow(self, log: TokenLog, place: int) -> None:
         """Have the tokens at a place of the steps that a log takes from now on; the loop alone calls it."""
-        self._column = Column(log, place, len(self.tokens))
+        self._followed = log, place, len(self.tokens)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -109,7 +112,7 @@ class Request(AnswerRecord[RequestPart]):
 
     @property
     def ready(self) -> bool:
-        """Whether its grammar is compiled, if it has one."""
+        """Whether its form can be followed, if it has one."""
         return self.constraint is None or self.constraint.ready
 
     @property

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.features import Seams, features
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
 
 
 class UnreadOutput(Protocol):
@@ -42,8 +40,8 @@ class PlanTap(Tap):
 class EngineTap:
     """A watcher of one loop."""
 
-    def __init__(self, model_runner: ModelRunner, scheduler: Scheduler, logprobs_mode: LogprobsMode) -> None:
-        self.model_runner, self.scheduler, self.logprobs_mode = model_runner, scheduler, logprobs_mode
+    def __init__(self, model_runner: ModelRunner, scheduler: Scheduler, settings: LoopSettings) -> None:
+        self.model_runner, self.scheduler, self.settings = model_runner, scheduler, settings
 
     @staticmethod
     def asked(**asked: object) -> Callable[[Request], None]:
@@ -72,7 +70,6 @@ class TapPart(Protocol):
 
 
 TAPS = Seams[TapPart]("engine", "TAP")
-EMITTED = TAPS.named("hidden_states")
 
 
 def engine_taps() -> Sequence[type[EngineTap]]:

@@ -25,20 +25,10 @@ class TokenLog:
         self.steps.append(tokens)
         return True
 
-
-class Column:
-    """One request's place in the lists of a log."""
-
-    __slots__ = ("_place", "_start", "_steps")
-
-    def __init__(self, log: TokenLog, place: int, start: int) -> None:
-        """The request has ``start`` tokens that are not of the log."""
-        self._steps, self._place, self._start = log.steps, place, start
-
-    def read(self, tokens: list[int]) -> None:
-        """Add what the request lacks of the log to the tokens that it has."""
+    def read(self, tokens: list[int], place: int, start: int) -> None:
+        """Add what the request at a place lacks to the tokens that it has, ``start`` of which are not of the log."""
         # How many it has says what it lacks, also to the next one if this one is interrupted. Mostly it is one token.
-        steps, start, place = self._steps, self._start, self._place
+        steps = self.steps
         if len(tokens) - start < len(steps):
             with _reading:
                 while (at := len(tokens) - start) < len(steps):

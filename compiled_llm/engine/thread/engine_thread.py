@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import device_lost, restarted
 from compiled_llm.engine.input_processing.input_processor import check_queue
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.model_check import ModelCheck
-from compiled_llm.engine.steps.loop import Loop, LoopSettings
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.arrivals import Arrivals

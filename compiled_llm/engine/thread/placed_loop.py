@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.metrics import EngineStats, stats_of
 from compiled_llm.engine.model_check import ModelCheck
-from compiled_llm.engine.steps.loop import Loop, LoopSettings
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
 
 

@@ -161,4 +161,4 @@ class DecodeStep:
         if not self._spans:
             self._spans, self._read_at = last_tokens(self.rows), self.repeats
         for tap in taps:
-            tap.launched(self._spans, self._launch.outputs.emitted, self.repeats - self._read_at)
+            tap.launched(self._spans, self._launch.outputs, self.repeats - self._read_at)

@@ -195,7 +195,7 @@ class DeferredSampling:
         slots = self._state.slots
         if masks is not None:
             self._write_masks(*masks)
-        # Rows that are sampled late feed in no guesses: of each step one token counts.
+        # Rows that are sampled late feed in one token a step.
         at = np.array([row.position_at_least for row in rows], dtype=np.int64)
         there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
         copies = [part.logits for part in self.unsampled]

@@ -46,8 +46,9 @@ class StepList(NamedTuple):
         return sorted({step.rows for step in self.profile.uses if step.phase == "decode"})
 
     @property
-    def structured(self) -> bool:
-        return self.profile is not None and self.profile.structured
+    def masked(self) -> bool:
+        """Whether it samples tokens under masks."""
+        return self.profile is not None and self.profile.masked
 
 
 def quiet(doing: str) -> None:

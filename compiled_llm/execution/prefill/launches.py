@@ -104,15 +104,15 @@ class PrefillLaunches:
     def run(self, chunk: PrefillChunk, exact: bool) -> StepOutputs:
         """Run a chunk; if ``exact``, in the shape that follows from its rows alone, captured or not."""
         if (shape := self._shapes.padded(chunk)) is None:
-            logits, tokens, emitted = self._run_as_it_is(chunk)
+            outputs = self._run_as_it_is(chunk)
         else:
             launch = self._steps.ready(shape, exact=exact)
             self._steps.want_padded(shape, launch.key, partial(self._begin_capture, shape))
-            logits, tokens, emitted = self._run_padded(launch, chunk)
-        logits, tokens = logits[: len(chunk.keep)], tokens[: len(chunk.slots)]
-        if shape is None:
-            return StepOutputs(logits, tokens, emitted)
-        return StepOutputs(logits.clone(), tokens.clone(), emitted)  # overwritten by the next
+            outputs = self._run_padded(launch, chunk)
+        logits, tokens = outputs.logits[: len(chunk.keep)], outputs.tokens[: len(chunk.slots)]
+        if shape is not None:  # the next one overwrites them
+            logits, tokens = logits.clone(), tokens.clone()
+        return outputs._replace(logits=logits, tokens=tokens)
 
     def _run_as_it_is(self, chunk: PrefillChunk) -> StepOutputs:
         chunk = self._packer.least_sizes(chunk)

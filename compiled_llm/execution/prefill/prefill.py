@@ -89,8 +89,8 @@ class Prefill:
             if taps:
                 spans = _spans(extensions, start, end)
                 for tap in taps:
-                    tap.launched(spans, outputs.emitted)
-            parts.append(outputs._replace(emitted={}))
+                    tap.launched(spans, outputs)
+            parts.append(StepOutputs(outputs.logits, outputs.tokens, {}))
             start = end
         for own in self._state.taps:
             own.inspect()

@@ -341,9 +341,9 @@ class PagedCache(Cache):
     ) -> tuple[Tensor, Any]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         self.model_runner.expect_changes()  # since the last forward
-        with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as emitted:
+        with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as outputs:
             logits = self.generate_loop.decode(input_ids[:, 0], positions)[:, None]
-        return logits, emitted()
+        return logits, outputs()
 
     def _reading(
         self, wanted: Any, rows: Sequence[RowUpdate], first: int, new: int
@@ -376,7 +376,7 @@ class PagedCache(Cache):
         chosen = np.zeros(new, dtype=bool)
         chosen[distinct] = True
         kept = np.flatnonzero(chosen[packed % new])
-        with self.extended(rows, first + new), self._reading(wanted, rows, first, new) as emitted:
+        with self.extended(rows, first + new), self._reading(wanted, rows, first, new) as outputs:
             logits = self.generate_loop.extend(
                 [self.generate_loop.rows[batch_index] for batch_index in active],
                 [ids[batch_index][fresh[batch_index]] for batch_index in active],
@@ -391,7 +391,7 @@ class PagedCache(Cache):
             places = packed[kept] // new * len(distinct) + np.searchsorted(distinct, packed[kept] % new)
             out = logits.new_zeros(len(rows), len(distinct), logits.shape[-1])
             out.view(-1, logits.shape[-1]).index_copy_(0, self._uploaded(places), logits)
-        found = emitted()
+        found = outputs()
         if leaders != each_itself:
             followed = self._uploaded(np.array(leaders))
             out = out[followed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -20,49 +21,33 @@ class TokenDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer``: HuggingFace's, or any object with its ``decode``."""
-        self._tokenizer = tokenizer
-        self._backend = backend_of(tokenizer)
-        self._special = special_tokens(self._backend)
-        self._cleans_up = cleans_up(tokenizer)
+        self.tokenizer = tokenizer
+        self.backend = backend_of(tokenizer)
+        self.special = special_tokens(self.backend)
+        self.cleans_up = cleans_up(tokenizer)
 
     def text(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """Return a detokenizer for one answer."""
-        if self._backend is not None:
-            stream: _Stream | _Window = _Stream(self._backend, skip_special_tokens)
-        else:
-            options = {"clean_up_tokenization_spaces": False} if self._cleans_up else {}
-            stream = _Window(
-                functools.partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens, **options)
-            )
-        cleanup = SpaceCleanup(self._tokenizer) if self._cleans_up else None
-        text = functools.partial(self.text, skip_special_tokens=skip_special_tokens)
-        return Detokenizer(text, stream, cleanup, self._special if skip_special_tokens else frozenset())
+        kind = _WindowDetokenizer if self.backend is None else _StreamDetokenizer
+        return kind(self, skip_special_tokens)
 
 
-class Detokenizer:
+class Detokenizer(ABC):
     """A detokenizer of the tokens of one answer; one thread at a time."""
 
     # A token's text comes once its characters are complete. Joined, the pieces are ``tokenizer.decode`` of all tokens;
     # only where byte tokens turn out to be no UTF-8 does it take back a character, which pieces cannot.
 
-    def __init__(
-        self,
-        text: Callable[[Sequence[int]], str],
-        stream: _Stream | _Window,
-        cleanup: SpaceCleanup | None,
-        without_text: Collection[int],
-    ) -> None:
-        """``text`` decodes all tokens at once, ``stream`` some more at a time; tokens ``without_text`` are left out."""
-        self._text = text
-        self._stream = stream
-        self._cleanup = cleanup
-        self._without_text = without_text
+    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
+        self._text = functools.partial(decoder.text, skip_special_tokens=skip_special_tokens)
+        self._cleanup = SpaceCleanup(decoder.tokenizer) if decoder.cleans_up else None
+        self._without_text: Collection[int] = decoder.special if skip_special_tokens else ()
         self._held: list[int] = []  # tokens whose text has not come
-        self._tried = 0  # how many of them the stream has
+        self._tried = 0  # how many of them ``_piece`` has seen
 
     def add(self, token: int) -> str:
         """Return the text that a token completes: often its own, sometimes none."""
@@ -72,11 +57,17 @@ class Detokenizer:
         held.append(token)
         if len(held) > _RUN and len(held) % _RUN:
             return ""
-        piece = self._stream.add(held[self._tried :])
-        self._tried = len(held)
-        if piece:
-            self._held, self._tried = [], 0
+        piece = self._piece()
+        if piece is None:
+            self._tried = len(held)
+            return ""
+        self._held = []
+        self._tried = 0
         return piece if self._cleanup is None else self._cleanup.add(piece)
+
+    @abstractmethod
+    def _piece(self) -> str | None:
+        """Return the text of the tokens that are held; None while it is incomplete."""
 
     def remaining(self, tokens: Sequence[int], given: str) -> tuple[str, str]:
         """Return the last piece, incomplete characters included, and the whole text; ``given`` is all earlier text."""
@@ -84,46 +75,43 @@ class Detokenizer:
         return (whole[len(given) :] if whole.startswith(given) else self._text(self._held)), whole
 
 
-class _Stream:
-    """A window as ``_Window``, in ``tokenizers``: a third of the time."""
+class _StreamDetokenizer(Detokenizer):
+    """A window as ``_WindowDetokenizer``, in ``tokenizers``: a third of the time."""
 
-    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
-        self._backend = backend
+    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
+        super().__init__(decoder, skip_special_tokens)
+        self._backend = decoder.backend
         self._new = functools.partial(DecodeStream, skip_special_tokens=skip_special_tokens)
         self._stream = self._new()
-        self._held: list[int] = []
 
-    def add(self, tokens: list[int]) -> str:
-        self._held += tokens
+    def _piece(self) -> str | None:
         try:
-            piece = self._stream.step(self._backend, tokens)
+            piece = self._stream.step(self._backend, self._held[self._tried :])
         except Exception:  # bytes before it, of which text has come, are no character together with it: begin again
             self._stream = self._new()
             piece = self._stream.step(self._backend, self._held)
-        if not piece:
-            return ""
-        self._held = []
-        return str(piece)
+        return str(piece) if piece else None
 
 
-class _Window:
+class _WindowDetokenizer(Detokenizer):
     """A window of the latest tokens, decoded together with those before them: text depends on its left context."""
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
+        super().__init__(decoder, skip_special_tokens)
+        options = {"clean_up_tokenization_spaces": False} if decoder.cleans_up else {}
+        self._decode = functools.partial(decoder.tokenizer.decode, skip_special_tokens=skip_special_tokens, **options)
         self._before: list[int] = []  # tokens whose text came last
         self._before_text = ""
-        self._held: list[int] = []
 
-    def add(self, tokens: list[int]) -> str:
-        self._held += tokens
+    def _piece(self) -> str | None:
         text = self._decode([*self._before, *self._held])
         if text.endswith(_INCOMPLETE) or len(text) <= len(self._before_text):
-            return ""
-        if not text.startswith(self._before_text):  # see ``_Stream``
-            self._before_text, text = "", self._decode(self._held)
+            return None
+        if not text.startswith(self._before_text):  # see ``_StreamDetokenizer``
+            self._before_text = ""
+            text = self._decode(self._held)
         piece = text[len(self._before_text) :]
-        self._before, self._held = self._held, []
+        self._before = self._held
         self._before_text = self._decode(self._before)
         return piece
 

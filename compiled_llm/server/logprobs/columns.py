@@ -11,7 +11,7 @@ from compiled_llm.server.openai.chat.request import ChatRequest
 from compiled_llm.server.openai.chat.response import ChatLogprobs, TokenLogprob, TopLogprob
 from compiled_llm.server.openai.common.answers import AnswerDelta
 from compiled_llm.server.openai.common.columns import ColumnWriter, Fields
-from compiled_llm.server.openai.common.prompt_response import PromptLogprob, PromptPlace
+from compiled_llm.server.openai.common.prompt_logprobs import PromptLogprob, PromptPlace
 from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.completions.response import CompletionLogprobs
 from compiled_llm.server.openai.fields.sampling import ChoiceFields

@@ -29,18 +29,22 @@ HISTOGRAMS = {
     "inter_token_latency_seconds": ("inter_token_histogram", "Between two tokens of a request"),
 }
 """With the names of vLLM's, and our fields."""
-DRAFTS = {
-    "drafts": ("spec_decode_num_drafts", "Times that tokens were guessed for a request in a step"),
-    "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens that were guessed"),
-    "accepted_tokens": ("spec_decode_num_accepted_tokens", "Guessed tokens that were right"),
+FEATURES = {
+    "drafts": {
+        "drafts": ("spec_decode_num_drafts", "Times that tokens were guessed for a request in a step"),
+        "draft_tokens": ("spec_decode_num_draft_tokens", "Tokens that were guessed"),
+        "accepted_tokens": ("spec_decode_num_accepted_tokens", "Guessed tokens that were right"),
+        "accepted_per_position": (
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place among the guesses",
+        ),
+    },
+    "encoder_cache": {
+        "queries": ("mm_cache_queries", "Pictures that were looked up among those the encoder has seen"),
+        "hits": ("mm_cache_hits", "Pictures that were not encoded again"),
+    },
 }
-ACCEPTED = "spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by their place among the guesses"
-"""With the names of vLLM's, by our fields; of engines that guess."""
-ENCODER_CACHE = {
-    "queries": ("mm_cache_queries", "Pictures that were looked up among those the encoder has seen"),
-    "hits": ("mm_cache_hits", "Pictures that were not encoded again"),
-}
-"""With the names of vLLM's, by our fields; of servers that have got a picture."""
+"""Counters of features, which are there once one is in use: vLLM's names, by our fields; of a list, by position."""
 UNCOMPILED = "1 while answers run uncompiled: until they are compiled in the background, or if that has failed"
 PAGES = "Pages of the key-value cache"
 STATES = ("used", "free", "cached")

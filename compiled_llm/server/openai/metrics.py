@@ -14,14 +14,12 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from compiled_llm.client import EngineProcessError
-from compiled_llm.protocol.messages import DraftCounts, StatsReply
+from compiled_llm.protocol.messages import StatsReply
 from compiled_llm.requests.histogram import BUCKETS
 from compiled_llm.server.openai.common.api_server import api_server_of
 from compiled_llm.server.openai.figures import (
-    ACCEPTED,
     COUNTERS,
-    DRAFTS,
-    ENCODER_CACHE,
+    FEATURES,
     GAUGES,
     HISTOGRAMS,
     PAGES,
@@ -88,21 +86,19 @@ class _EngineCollector(Collector):
                 yield HistogramMetricFamily(f"compiled_llm_{name}", text, buckets, found.seconds)
         if self._stats.pages is not None:
             yield self._pages()
-        if self._stats.drafts is not None:
-            yield from self._drafts(self._stats.drafts)
-        if (cache := self._stats.encoder_cache) is not None:
-            for field, (name, text) in ENCODER_CACHE.items():
-                yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(cache, field))
+        for feature, fields in FEATURES.items():
+            if (counts := getattr(self._stats, feature)) is not None:
+                for field, (name, text) in fields.items():
+                    yield self._counter(f"compiled_llm_{name}", text, getattr(counts, field))
 
     @staticmethod
-    def _drafts(drafts: DraftCounts) -> Iterator[Metric]:
-        for field, (name, text) in DRAFTS.items():
-            yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(drafts, field))
-        name, text = ACCEPTED
-        family = CounterMetricFamily(f"compiled_llm_{name}", text, labels=["position"])
-        for position, count in enumerate(drafts.accepted_per_position):
-            family.add_metric([str(position)], count)
-        yield family
+    def _counter(name: str, text: str, count: int | list[int]) -> Metric:
+        if isinstance(count, int):
+            return CounterMetricFamily(name, text, count)
+        family = CounterMetricFamily(name, text, labels=["position"])
+        for position, each in enumerate(count):
+            family.add_metric([str(position)], each)
+        return family
 
     def _pages(self) -> Metric:
         family = GaugeMetricFamily("compiled_llm_pages", PAGES, labels=["state"])

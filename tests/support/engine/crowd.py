@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.chunks.whole import Whole
+from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
@@ -343,7 +344,7 @@ class Crowd(RuleBasedStateMachine):
             **self.drafting(),
         )
         self.loop = type("", (Loop,), {"asynchronous": late})(
-            self.device, self.scheduler, TokenBudget(Whole(), 1), self.tree, drafts=self.drafts
+            self.device, self.scheduler, TokenBudget(Whole(), 1), LoopSettings(rows), self.tree, self.drafts
         )
         self.now = 0.0
         self.requests: list[Request] = []

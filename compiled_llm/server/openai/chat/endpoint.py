@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -30,7 +30,7 @@ from compiled_llm.server.openai.common.answers import AnswerDelta, Answers, Choi
 from compiled_llm.server.openai.common.api_server import api_server_of, new_id
 from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
-from compiled_llm.server.openai.common.events import TextEvent, event
+from compiled_llm.server.openai.common.events import event, text_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
 from compiled_llm.server.openai.common.usage import Usage, usage_of
 from compiled_llm.server.openai.fields.response_format import Form
@@ -86,7 +86,7 @@ class _ChatResponseWriter:
         # Whether chunks of a text may be alike but for that text.
         self._tells_text_alone = not (body.tells_of_tokens or self._columns)
         self._choices: Sequence[Choice] = ()
-        self._texts: Sequence[TextEvent] = ()
+        self._texts: Sequence[Callable[[str], bytes]] = ()
 
     def whole(self, answers: Sequence[AnswerDelta]) -> ChatCompletion:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -173,5 +173,5 @@ class _ChatResponseWriter:
             new[-1].stop_reason = delta.stop_reason
         return [self._chunk([choice], delta.total) for choice in new]
 
-    def _text_event(self, index: int) -> TextEvent:
-        return TextEvent(lambda text: self._chunk([ChunkChoice.of(index, Delta(content=text))]))
+    def _text_event(self, index: int) -> Callable[[str], bytes]:
+        return text_event(lambda text: self._chunk([ChunkChoice.of(index, Delta(content=text))]))

@@ -84,12 +84,10 @@ class ChatRequest(ChoiceFields, ChatEnd, StoredFields):
         """Return the sampling parameters without the form; ApiError or ValueError if fields contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs: only with logprobs=true", "top_logprobs")
-        named = self.check_named(bool(self.logprobs))
+        scores = self.scores((self.top_logprobs or 0) if self.logprobs else None, bool(self.stream))
         self.check_stream()
         return self.params(
             defaults,
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs and not named else None,
-            prompt_logprobs=self.prompt_logprobs,
-            prompt_logprobs_start=self.prompt_logprobs_start,
+            **scores,
         )

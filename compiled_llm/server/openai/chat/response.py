@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
-from compiled_llm.server.openai.common.prompt_response import PromptPlace
+from compiled_llm.server.openai.common.prompt_logprobs import PromptPlace
 from compiled_llm.server.openai.common.usage import FinishReason, Usage
 from compiled_llm.server.openai.parsing.answer_parts import CallPiece
 

@@ -19,14 +19,12 @@ from compiled_llm.server.http.api_error import ApiError, invalid, not_served
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
+from compiled_llm.server.openai.fields.logprobs import check_prompt_logprobs
+from compiled_llm.server.openai.fields.response_format import Form
 from compiled_llm.server.openai.fields.sampling import SamplingFields, WaitingFields
-from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.parts import SERVED_IMAGES
 from compiled_llm.server.settings import ApiServerSettings
 
-_MAX_ENTRIES = 2**18  # log-probabilities of prompts that a request can ask for; each takes hundreds of bytes
-
-ENGINES_FORM = "structured_outputs"  # with which the engine's errors of a form begin
 REQUEST_ID, SUBMITTED = "compiled_llm.request_id", "compiled_llm.submitted"
 """Where the scope of a request has its id in the log, and what it has begun, for whoever traces it."""
 
@@ -135,7 +133,7 @@ class ApiServer:
         came = time.time_ns()
         characters = CHARACTERS * sum(map(len, prompts)) if shown is None else sum(map(len, shown.files))
         handles = await in_thread_if_long(begun, characters)
-        named = ({} if form is None else {ENGINES_FORM: form.field}) | ({} if shown is None else shown.named(param))
+        named = ({} if form is None else form.named) | ({} if shown is None else shown.named(param))
         limits = self.settings.max_unsent, self.settings.stream_interval
         request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], first, handles, came)
         return Answers(handles, request, first.include_stop_str_in_output, *limits, named)
@@ -169,14 +167,7 @@ class ApiServer:
 
 
 def _check(prompts: Sequence[Sequence[int]], each: Sequence[SamplingParams], param: str, ready: Ready) -> None:
-    scored = [(own.prompt_logprobs, prompt) for own, prompt in zip(each, prompts, strict=True)]
-    entries = sum((1 + most) * len(prompt) for most, prompt in scored if most is not None)
-    if entries > _MAX_ENTRIES:
-        raise invalid(
-            f"logprobs: {entries:,} of the tokens of prompts; there can be {_MAX_ENTRIES:,}: give fewer or shorter "
-            "prompts, or smaller logprobs",
-            "logprobs",
-        )
+    check_prompt_logprobs(prompts, each)
     for prompt, own in zip(prompts, each, strict=True):
         check_prompt(prompt, own, param, ready)
 

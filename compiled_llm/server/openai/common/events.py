@@ -93,14 +93,10 @@ def event(chunk: BaseModel) -> bytes:
     return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
-class TextEvent:
-    """An event that differs from others in a text alone, as most of an answer do: ``written`` writes the rest once."""
-
-    def __init__(self, written: Callable[[str], bytes]) -> None:
-        self._before, self._after = written(_MARK).split(msgspec.json.encode(_MARK))
-
-    def __call__(self, text: str) -> bytes:
-        return self._before + msgspec.json.encode(text) + self._after
+def text_event(written: Callable[[str], bytes]) -> Callable[[str], bytes]:
+    """Return what writes events that differ in a text alone, as most of an answer do: ``written`` is called once."""
+    before, after = written(_MARK).split(msgspec.json.encode(_MARK))
+    return lambda text: before + msgspec.json.encode(text) + after
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
@@ -16,7 +16,7 @@ from compiled_llm.server.openai.common.answers import AnswerDelta, Answers, Choi
 from compiled_llm.server.openai.common.api_server import api_server_of, check_length, new_id
 from compiled_llm.server.openai.common.columns import column_writers, merged
 from compiled_llm.server.openai.common.engine_link import Model
-from compiled_llm.server.openai.common.events import TextEvent, event
+from compiled_llm.server.openai.common.events import event, text_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
 from compiled_llm.server.openai.common.usage import usage_of
 from compiled_llm.server.openai.completions.request import CompletionRequest
@@ -84,7 +84,7 @@ class _CompletionResponseWriter:
             "model": name,
         }
         self._choices: Sequence[Choice] = ()
-        self._texts: Sequence[TextEvent] = ()
+        self._texts: Sequence[Callable[[str], bytes]] = ()
         self._echoed = not body.echo
 
     def whole(self, answers: Sequence[AnswerDelta]) -> TextCompletion:
@@ -138,8 +138,8 @@ class _CompletionResponseWriter:
             return []
         return [event(TextCompletion(choices=[], usage=usage_of(self._answers.handles), **self._head))]
 
-    def _text_event(self, index: int) -> TextEvent:
-        return TextEvent(lambda text: self._chunk(CompletionChoice.of(index, text)))
+    def _text_event(self, index: int) -> Callable[[str], bytes]:
+        return text_event(lambda text: self._chunk(CompletionChoice.of(index, text)))
 
     def _chunk(self, choice: CompletionChoice, count: int = 0) -> bytes:
         usage: dict[str, Any] = {"usage": None} if self._body.wants_usage else {}

@@ -43,17 +43,16 @@ class CompletionRequest(ChoiceFields):
         """Return the sampling parameters with a form; ApiError or ValueError if fields contradict each other."""
         if self.best_of not in (None, self.answers):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
-        named = self.check_named(self.logprobs is not None)
+        scores = self.scores(self.logprobs, bool(self.stream))
         self.check_stream()
         if self.prompt_logprobs_start and self.echo:
             raise invalid("prompt_logprobs_start: without echo, which has all of the prompt", "prompt_logprobs_start")
-        scores = [most for most in (self.logprobs if self.echo else None, self.prompt_logprobs) if most is not None]
+        if self.echo and self.logprobs is not None:
+            scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         most = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.params(
             defaults,
             form,
             max_tokens=most,
-            logprobs=None if named else self.logprobs,
-            prompt_logprobs=max(scores, default=None),
-            prompt_logprobs_start=self.prompt_logprobs_start,
+            **scores,
         )

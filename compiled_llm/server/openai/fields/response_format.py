@@ -18,6 +18,11 @@ class Form(NamedTuple):
     field: str
     params: StructuredOutputsParams
 
+    @property
+    def named(self) -> dict[str, str]:
+        """The field by the engine's name for it, with which errors of the engine begin."""
+        return {"structured_outputs": self.field}
+
 
 class PlainTextFormat(Body):
     """Any text."""

@@ -10,7 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from compiled_llm.requests.default_sampling import with_defaults
 from compiled_llm.requests.sampling_params import (
-    MAX_LOGPROB_TOKEN_IDS,
     NUMBERS,
     SAMPLED_BY,
     NumberField,
@@ -18,6 +17,7 @@ from compiled_llm.requests.sampling_params import (
 )
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
+from compiled_llm.server.openai.fields.logprobs import LogprobFields
 from compiled_llm.server.openai.fields.response_format import Form, ResponseFormat
 from compiled_llm.server.openai.fields.structured_outputs import FormFields
 
@@ -41,7 +41,7 @@ Short = AfterValidator(_of_few_characters)  # texts that are looked for in each 
 _NUMBERS = (*SAMPLED_BY, "seed", "min_tokens")
 _SAME_NAMES = (
     *("n", *_NUMBERS, "stop", "stop_token_ids", "ignore_eos", "bad_words"),
-    *("allowed_token_ids", "logprob_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
 )
 """Fields that ``SamplingParams`` has by the same name."""
 
@@ -140,15 +140,12 @@ class SamplingFields(NumberFields, CutFields):
             raise invalid("logit_bias: keys are token ids, written as text", "logit_bias") from None
 
 
-class ChoiceFields(SamplingFields):
+class ChoiceFields(LogprobFields, SamplingFields):
     """Fields of chats and completions: how many answers they want, and what else of each."""
 
     n: Annotated[int | None, Field(ge=1)] = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    logprob_token_ids: Annotated[Entries[int] | None, Field(max_length=MAX_LOGPROB_TOKEN_IDS)] = None
-    prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    prompt_logprobs_start: Annotated[int, Field(ge=0)] = 0
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -176,17 +173,7 @@ class ChoiceFields(SamplingFields):
         """The form of the answer; ApiError or ValueError as of ``form_beside``."""
         return self.form_beside(self.response_format)
 
-    def check_named(self, scored: bool) -> bool:
-        """Return whether log-probabilities are those of named tokens; ApiError without ``logprobs``."""
-        if self.logprob_token_ids and not scored:
-            raise invalid("logprob_token_ids: only with logprobs", "logprob_token_ids")
-        return bool(self.logprob_token_ids)
-
     def check_stream(self) -> None:
         """Check that no field contradicts ``stream``; ApiError if one does."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: only for stream=true", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise invalid("prompt_logprobs: only without stream; echo with logprobs streams them", "prompt_logprobs")
-        if self.prompt_logprobs_start and self.prompt_logprobs is None:
-            raise invalid("prompt_logprobs_start: only with prompt_logprobs", "prompt_logprobs_start")

@@ -9,7 +9,7 @@ from pydantic import Field
 from compiled_llm.requests.structured_outputs import MAX_BLANKS, StructuredOutputsParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
-from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA, AnyFormat, Form as Form, form_of
+from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA, AnyFormat, Form, form_of
 
 _OLDER_NAMES = {
     "guided_json": "json",

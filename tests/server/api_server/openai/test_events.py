@@ -26,7 +26,7 @@ from compiled_llm.server.http.http_protocol import _HeadWithBody
 from compiled_llm.server.openai.chat.response import ChatChunk, ChunkChoice, Delta
 from compiled_llm.server.openai.common.answering import answered
 from compiled_llm.server.openai.common.answers import Answers
-from compiled_llm.server.openai.common.events import EventStream, TextEvent, event
+from compiled_llm.server.openai.common.events import EventStream, event, text_event
 from compiled_llm.server.openai.completions.request import CompletionRequest
 from compiled_llm.server.openai.completions.response import CompletionChoice, TextCompletion
 from support.engine.no_source import NoSource
@@ -59,7 +59,7 @@ TEXTS = [
 @pytest.mark.parametrize("written", [of_chat, of_completion])
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_written_as_its_model_would(written: Any, text: str) -> None:
-    found = TextEvent(written)(text)
+    found = text_event(written)(text)
     assert found.startswith(b"data: ")
     assert found.endswith(b"\n\n")
     assert b"\n" not in found[:-2], "an event is one line"
