@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from compiled_llm.requests.columns import SentColumn
 
 class RequestPart(SentColumn):
     """What one request has of one feature, besides its tokens or in place of them."""
+
+    narrows: bool = False  # whether it says, once all tokens before one were read, which may come: ``narrow`` is called
 
     def unseen(self, start: int) -> int | None:
         """Return the first token, from ``start`` on, that is computed with all logits; None if none is."""
@@ -52,3 +55,6 @@ class RequestPart(SentColumn):
     def lets_guess(self, processed_logprobs: bool) -> bool:
         """Return whether steps may check guesses of its request; what tokens are drawn from is not as without them."""
         return True
+
+    def narrow(self, allowed: NDArray[np.int32], tokens: Sequence[int]) -> None:
+        """Clear the bits of tokens that must not come after these of its answer, in ``allowed`` ``[words]``."""

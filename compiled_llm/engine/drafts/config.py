@@ -10,7 +10,9 @@ from typing import Any
 
 from compiled_llm.kinds.support import FoundKind, refusal
 
-METHODS = {"ngram": ("compiled_llm.execution.drafts.ngram", "guesses from the text of each request")}
+METHODS = {
+    "ngram": ("compiled_llm.execution.drafts.ngram", "guesses from the text of each request"),
+}
 """The drafters: the module of each, whose ``drafter_of`` makes it, and how it guesses."""
 
 MOST_TOKENS = 7
