@@ -27,7 +27,6 @@ from compiled_llm_ops import (
     NOT_ACCEPTED as NOT_ACCEPTED,
     NOT_DRAFTED as NOT_DRAFTED,
     accept_drafts,
-    ngram_drafts,
     sample_tokens,
     write_texts,
 )
@@ -60,18 +59,6 @@ class Drafter(Protocol):
             ``[B, k]`` integers, any where there is no proposal, and ``[B]`` int32, how many there are, from 0 to k.
         """
         ...
-
-
-class NgramDrafter(NamedTuple):
-    """A drafter that looks a row's last tokens up in its text, and proposes what came after them there."""
-
-    texts: Tensor  # ``[X, L]`` int32
-    longest: Tensor  # ``[X]`` int32, how many tokens of each slot's row are looked up at most
-    shortest: Tensor  # ``[X]`` int32, and at least
-
-    def propose(self, slots: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See ``Drafter``."""
-        return ngram_drafts(self.texts, slots, lengths, self.longest, self.shortest, k)
 
 
 class DrafterError(RuntimeError):

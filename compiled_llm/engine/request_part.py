@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from compiled_llm.requests.columns import SentColumn
 
 class RequestPart(SentColumn):
     """What one request has of one feature, besides its tokens or in place of them."""
+
+    narrows: bool = False  # whether it says, once all tokens before one were read, which may come: ``narrow`` is called
 
     def unseen(self, start: int) -> int | None:
         """Return the first token, from ``start`` on, that is computed with all logits; None if none is."""
@@ -53,3 +56,6 @@ class RequestPart(SentColumn):
     def needs_single_tokens(self, settings: LoopSettings) -> bool:
         """Return whether no step of such a loop may sample several tokens of its request."""
         return False
+
+    def narrow(self, allowed: NDArray[np.int32], tokens: Sequence[int]) -> None:
+        """Clear the bits of tokens that must not come after these of its answer, in ``allowed`` ``[words]``."""

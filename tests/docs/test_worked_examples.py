@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING do what it says, from the code as it stands there."""
+"""The worked examples of CONTRIBUTING and of their page do what these say, from the code as it stands there."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from compiled_llm.requests.sampling_params import SamplingNumbers, number_fields
 from compiled_llm_ops import backends
 from compiled_llm_ops.contracts import SCALED_DTYPES
 from compiled_llm_ops.reference.backend import Reference
-from support.docs.pages import CHECKOUT
-from support.features import Feature, python, taken_out
+from support.docs.pages import CHECKOUT, DOCS
+from support.features import Feature, Parted, python, taken_out
 from support.tiny_models import TINY, randomised, tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "progress": False}
 SECTION = (CHECKOUT / "CONTRIBUTING.md").read_text().partition("## Worked examples\n")[2].partition("\n## ")[0]
-CODE = re.findall(r"```python\n(.+?)```", SECTION, re.DOTALL)
+PAGE = (DOCS / "design" / "worked-examples.md").read_text()
 
 
-def example(word: str) -> str:
+def example(word: str, text: str = SECTION, language: str = "python") -> str:
     """The block of code that has a word."""
-    (code,) = (code for code in CODE if word in code)
+    blocks = re.findall(rf"```{language}\n(.+?)```", text, re.DOTALL)
+    (code,) = (code for code in blocks if word in code)
     return str(code)
 
 
@@ -148,11 +149,31 @@ def test_a_tap_that_records_entropy() -> None:
     assert [tuple(own.shape) for own in tap.found] == [(1,)] * 4
 
 
-PLACES = {
-    "TAP = EntropyTap": "compiled_llm/engine/entropy.py",
-    "COLUMN = EntropyColumn": "compiled_llm/client/entropy.py",
-    "WRITERS = ": "compiled_llm/server/entropy/columns.py",
-}
+def changed_copy(folder: Path, own: Mapping[str, str], diff: str, most_files: int) -> Parted:
+    """A copy of the packages with modules of its own, by their paths, and lines more in at most so many files."""
+    parted = taken_out(Feature("", (), ()), folder)
+    for file, code in own.items():
+        path = parted.folder / file
+        path.parent.mkdir(exist_ok=True)
+        assert not path.exists()
+        path.write_text(code)
+    changed = diff.split("--- ")[1:]
+    assert len(changed) <= most_files
+    for each in changed:
+        file, *lines = each.splitlines()
+        text = (parted.folder / file).read_text()
+        for before, new in zip(lines[::2], lines[1::2], strict=True):
+            assert text.count(f"{before[1:]}\n") == 1
+            text = text.replace(f"{before[1:]}\n", f"{before[1:]}\n{new[1:]}\n")
+        (parted.folder / file).write_text(text)
+    return parted
+
+
+def run_in(parted: Parted, script: str, *arguments: str) -> None:
+    run = python(parted, "-c", script, str(parted.folder), *arguments)
+    assert run.returncode == 0, run.stderr
+
+
 ASK = """
 import sys
 from pathlib import Path
@@ -195,23 +216,119 @@ with Engine(model, tokenizer=chat_tokenizer()) as engine, engine_that_names_its_
 
 
 def test_a_number_of_each_token(tmp_path: Path) -> None:
-    """Three modules of its own, and four files that say its name, in a copy of the packages."""
-    parted = taken_out(Feature("", (), ()), tmp_path)
-    for word, file in PLACES.items():
-        path = parted.folder / file
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(example(word))
-    changed = re.findall(r"```diff\n(.+?)```", SECTION, re.DOTALL)[0].split("--- ")[1:]
-    assert len(changed) <= 4
-    for each in changed:
-        file, *lines = each.splitlines()
-        text = (parted.folder / file).read_text()
-        for before, new in zip(lines[::2], lines[1::2], strict=True):
-            assert text.count(f"{before[1:]}\n") == 1
-            text = text.replace(f"{before[1:]}\n", f"{before[1:]}\n{new[1:]}\n")
-        (parted.folder / file).write_text(text)
-    run = python(parted, "-c", ASK, str(parted.folder))
-    assert run.returncode == 0, run.stderr
+    own = {
+        "compiled_llm/engine/entropy.py": example("TAP = EntropyTap"),
+        "compiled_llm/client/entropy.py": example("COLUMN = EntropyColumn"),
+        "compiled_llm/server/entropy/columns.py": example("WRITERS = "),
+    }
+    run_in(changed_copy(tmp_path, own, example("entropy", language="diff"), most_files=4), ASK)
+
+
+GUESS = """
+import sys
+
+import torch
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams
+from support.tiny_models import tiny_qwen3
+
+assert compiled_llm.__file__.startswith(sys.argv[1])
+prompts = [[5, 6, 7, 5, 6], [9, 8] * 6, [3], [11, 4, 4]]
+few = {"max_tokens": 60, "allowed_token_ids": [7, 8]}  # so that the text repeats itself
+params = [SamplingParams(temperature=0.0, **few), SamplingParams(temperature=0.3, seed=3, **few)]
+model = compiled_llm.wrap(
+    tiny_qwen3(eos_token_id=None), mode=sys.argv[2], kv_memory="2000 tokens", max_batch_size=8, progress=False
+)
+
+
+def answers(engine):
+    outputs = engine.generate([*prompts, *prompts], [each for each in params for _ in prompts])
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+with Engine(model) as engine:
+    expected = answers(engine)
+for method in ("successors", "ngram"):
+    with Engine(model, speculative_config={"method": method, "num_speculative_tokens": 3}) as engine:
+        assert answers(engine) == expected
+        counts = engine.stats().drafts
+        assert counts.accepted_tokens > 20, counts
+try:
+    Engine(model, speculative_config={"method": "eagle"})
+except ValueError as error:
+    assert '"successors", which guesses from pairs of tokens' in str(error)
+else:
+    raise AssertionError("method='eagle'")
+"""
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
+def test_a_second_drafter(mode: str, tmp_path: Path) -> None:
+    own = {"compiled_llm/execution/drafts/successors.py": example("SuccessorDrafter", PAGE)}
+    run_in(changed_copy(tmp_path, own, example("successors", PAGE, "diff"), most_files=1), GUESS, mode)
+
+
+NARROW = """
+import sys
+
+import torch
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams, StructuredOutputsParams
+from compiled_llm.client import Client
+from support.server.engine_processes import engine_that_names_its_tokenizer
+from support.server.running_servers import chat_tokenizer, running_server
+from support.tiny_models import tiny_qwen3
+
+assert compiled_llm.__file__.startswith(sys.argv[1])
+plain, tokenizer = tiny_qwen3(eos_token_id=None, vocab_size=380), chat_tokenizer()
+prompts = [[5, 6, 7], [9, 8, 9, 8]]
+expected = {}
+for size in (None, 1, 2, 3):
+    asked = {"max_new_tokens": 30, "do_sample": False, "no_repeat_ngram_size": size}
+    expected[size] = [plain.generate(torch.tensor([own]), **asked)[0, len(own) :].tolist() for own in prompts]
+model = compiled_llm.wrap(plain, mode="eager", kv_memory="2000 tokens", max_batch_size=8, progress=False)
+
+
+def without_repeats(size, **others):
+    return SamplingParams(**{"max_tokens": 30, "temperature": 0.0, "no_repeat_ngram_size": size, **others})
+
+
+def answers(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+with Engine(model, tokenizer=tokenizer) as engine, engine_that_names_its_tokenizer(engine) as process:
+    for size in expected:
+        assert size is None or expected[size] != expected[None]
+        assert answers(engine.generate(prompts, without_repeats(size))) == expected[size]
+    letters = StructuredOutputsParams(regex="[a-z]{12}")
+    params = [
+        without_repeats(1, structured_outputs=letters, temperature=1.0, seed=3, n=2),
+        SamplingParams(structured_outputs=letters, temperature=0.0, max_tokens=30),
+        SamplingParams(max_tokens=30, temperature=0.0),
+        without_repeats(1, allowed_token_ids=[9, 20, 21, 22]),
+    ]
+    narrowed, formed, free, lost = engine.generate([[9, 8]] * 4, params)
+    for answer in narrowed.outputs:
+        assert len(answer.text) == 12 and len(set(answer.token_ids)) == len(answer.token_ids)
+    assert len(formed.outputs[0].text) == 12 and len(free.outputs[0].token_ids) == 30
+    assert sorted(lost.outputs[0].token_ids) == [20, 21, 22]
+    assert str(lost.outputs[0].error).startswith("no_repeat_ngram_size: no token is left after 3 new ones; see")
+    with Client(process.server._path) as client:
+        assert answers(client.generate(prompts, without_repeats(2))) == expected[2]
+    with running_server(process.server._path) as server:
+        body = {"prompt": prompts[1], "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+        (choice,) = server.post("/v1/completions", **body, no_repeat_ngram_size=2)["choices"]
+        assert choice["token_ids"] == expected[2][1]
+        assert server.post("/v1/completions", **body)["choices"][0]["token_ids"] == expected[None][1]
+"""
+
+
+def test_a_late_sampler(tmp_path: Path) -> None:
+    own = {"compiled_llm/engine/no_repeat.py": example("NoRepeatTap", PAGE)}
+    run_in(changed_copy(tmp_path, own, example("no_repeat", PAGE, "diff"), most_files=3), NARROW)
 
 
 def test_a_backend_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:

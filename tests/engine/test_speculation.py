@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from hypothesis.stateful import initialize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compiled_llm.compilation.drafts import DrafterError, NgramDrafter
+from compiled_llm.compilation.drafts import DrafterError
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.drafts import engine_drafts
@@ -29,6 +28,7 @@ from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch, Drafting, StepOutput
 from compiled_llm.execution.drafts import texts
+from compiled_llm.execution.drafts.ngram import NgramDrafter
 from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
 from compiled_llm.execution.state.staging import AREAS, Readback, Staging
@@ -304,7 +304,11 @@ def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutp
 def let_it_know(monkeypatch: pytest.MonkeyPatch, model: Any, outputs: Sequence[RequestOutput], kind: Kind) -> None:
     """Have engines guess by the answers; a drafter of another name has graphs of its own."""
     texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
-    made = partial(Drafts, drafter=knowing(model, texts, kind), name=kind)
+
+    def made(*given: Any, heard: Any) -> Drafts:
+        *others, _, _ = given
+        return Drafts(*others, knowing(model, texts, kind), kind, heard=heard)
+
     monkeypatch.setattr(engine_drafts, "Drafts", made)
 
 

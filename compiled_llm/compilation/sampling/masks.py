@@ -23,6 +23,14 @@ def mask_of(
     return None if bits.all() else np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def all_tokens(vocabulary: int) -> NDArray[np.int32]:
+    """Return the mask that allows all tokens."""
+    mask = np.full(-(-vocabulary // 32), -1, dtype=np.int32)
+    if vocabulary % 32:
+        mask[-1] = (1 << vocabulary % 32) - 1
+    return mask
+
+
 def _known(tokens: Iterable[int], vocabulary: int) -> NDArray[np.int64]:
     ids = np.fromiter(tokens, dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocabulary)]

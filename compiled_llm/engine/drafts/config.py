@@ -10,7 +10,11 @@ from typing import Any
 
 from compiled_llm.kinds.support import FoundKind, refusal
 
-METHODS = ("ngram",)
+METHODS = {
+    "ngram": ("compiled_llm.execution.drafts.ngram", "guesses from the text of each request"),
+}
+"""The drafters: the module of each, whose ``drafter_of`` makes it, and how it guesses."""
+
 MOST_TOKENS = 7
 """Tokens that are guessed for a row in a step: with the one before them, a step checks 8."""
 _USUAL_MAX = 4
@@ -21,7 +25,7 @@ class SpeculativeConfig:
     """The ``speculative_config`` of an engine, with vLLM's names.
 
     Attributes:
-        method: who guesses: ``"ngram"``, the text of the request itself.
+        method: who guesses, one of ``METHODS``: ``"ngram"``, the text of the request itself.
         num_speculative_tokens: how many tokens are guessed in a step at most, 1 to 7.
         prompt_lookup_max: how many of the last tokens are searched for in the text before them.
         prompt_lookup_min: the fewest of them whose match counts.
@@ -46,9 +50,9 @@ class SpeculativeConfig:
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"speculative_config: there is no {unknown[0]!r}; it has {', '.join(known)}")
         if (method := given.get("method")) not in METHODS:
+            known_methods = ", or ".join(f'"{name}", which {does}' for name, (_, does) in METHODS.items())
             raise ValueError(
-                f'speculative_config: method={method!r}; give "ngram", which guesses from the text of each request, or '
-                "leave speculative_config out"
+                f"speculative_config: method={method!r}; give {known_methods}, or leave speculative_config out"
             )
         least = _number(given, "prompt_lookup_min", 1)
         most = _number(given, "prompt_lookup_max", max(least, _USUAL_MAX))

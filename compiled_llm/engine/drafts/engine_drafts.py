@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.engine.draft_stats import DraftStats
-from compiled_llm.engine.drafts.config import SpeculativeConfig
+from compiled_llm.engine.drafts.config import METHODS, SpeculativeConfig
 from compiled_llm.engine.loop_settings import LoopSettings
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
@@ -40,7 +42,7 @@ class EngineDrafts:
 
     def __init__(self, model_runner: ModelRunner, settings: LoopSettings) -> None:
         """Begin without any; ValueError if memory lacks for the texts to look in."""
-        self._drafts = Drafts(model_runner, _settings(settings.speculation), self._text_of, heard=self._count)
+        self._drafts = _drafts_of(settings.speculation, model_runner, self._text_of, heard=self._count)
         self._settings = settings
         self._requests: dict[Row, Request] = {}  # of the last plan
         # whom the rule was last asked about, with their rows, what it said, and in which step
@@ -92,8 +94,12 @@ class EngineDrafts:
         self.counts = self.counts.plus(DraftStats.of(accepted.offered, accepted.right, accepted.new_tokens - 1))
 
 
-def _settings(config: SpeculativeConfig) -> DraftSettings:
-    return DraftSettings(config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min)
+def _drafts_of(
+    config: SpeculativeConfig, model_runner: ModelRunner, text_of: Callable[[Row], NDArray[np.int64]], **heard: Any
+) -> Drafts:
+    settings = DraftSettings(config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min)
+    module = import_module(METHODS[config.method][0])
+    return Drafts(model_runner, settings, text_of, module.drafter_of, config.method, **heard)
 
 
 def check_memory(runtime: Runtime, rows: int) -> None:
@@ -113,7 +119,7 @@ def prepare(model_runner: ModelRunner, config: SpeculativeConfig, rows: Iterable
     """Compile the steps that guess for so many rows, and on CUDA capture those of the fewest rows, while none runs."""
 
     def drafts_of(model_runner: ModelRunner) -> Drafts:
-        return Drafts(model_runner, _settings(config), lambda row: np.zeros(0, dtype=np.int64))
+        return _drafts_of(config, model_runner, lambda row: np.zeros(0, dtype=np.int64))
 
     steps, thread, drafts = model_runner.steps, model_runner.thread, drafts_of(model_runner)
     numbers = [number for number in drafts.sizes if number > 1]

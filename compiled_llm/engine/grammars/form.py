@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.engine.grammars.mask_writer import MaskWriter
 
@@ -29,15 +28,7 @@ class GrammarForm:
     # must not come before ``least`` others, as far as the grammar goes on without them
     stop_token_ids: frozenset[int] = frozenset()
     least: int = 0
-    mask: NDArray[np.int32] | None = None  # ``[words]`` int32, the tokens that the request allows besides; None for all
     matcher: xgrammar.GrammarMatcher | None = None  # once its grammar is compiled
-
-    def applied_to(self, sampling: Sampling) -> Sampling:
-        """Take over the mask of an answer's settings, and return settings that have one."""
-        self.mask = sampling.mask
-        if self.mask is not None:
-            return sampling
-        return replace(sampling, mask=np.full(-(-self.vocabulary // 32), -1, dtype=np.int32))
 
     def begin(self, grammar: xgrammar.CompiledGrammar) -> None:
         """Stand at the beginning of a grammar."""
@@ -50,9 +41,7 @@ class GrammarForm:
         return self.matcher is not None and self.matcher.accept_token(token)
 
     def narrow(self, allowed: NDArray[np.int32], tokens: int) -> None:
-        """Remove from ``allowed`` ``[words]`` what the request bars besides, after so many tokens."""
-        if self.mask is not None:
-            np.bitwise_and(allowed, self.mask, out=allowed)
+        """Remove from ``allowed`` ``[words]`` what must not come yet, after so many tokens."""
         if tokens < self.least:
             without = allowed.copy()
             words = without.view(np.uint32)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSampling
 from compiled_llm.engine.parts import EngineGrammars
-from compiled_llm.engine.steps.constraint import Constraint, Processor
+from compiled_llm.engine.steps.constraint import AnswerForm, Constraint, Processor
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.taps import TAPS
 from compiled_llm.execution.model_runner import ModelRunner
@@ -108,12 +108,8 @@ def requests_for(
     if id(params) not in samplings:  # which keeps the settings
         samplings[id(params)] = RequestSampling(params, stops | eos, width, tokenizer)
     for index, sampling in enumerate(samplings[id(params)].samplings(ids)):
-        form, constraint = held[index], None
-        if form is not None:
+        if (form := held[index]) is not None:
             ends |= form.stops
-        if form is not None or processors:
-            constraint = Constraint(processors, form)
-            sampling = constraint.applied_to(sampling)
         request = Request(
             prompt=ids if keys is None else keys,
             sampling=sampling,
@@ -124,15 +120,24 @@ def requests_for(
             priority=priority,
             deadline=None if timeout is None else now + timeout,
             salt=salt,
-            constraint=constraint,
             index=index,
             prefix_owner=requests[0] if requests and enter is None else None,
             submitted=now,
         )
         for lets_have in filter(None, (enter, *asked)):
             lets_have(request)
+        _constrain(request, processors, form, width)
         requests.append(request)
     return requests
+
+
+def _constrain(request: Request, processors: tuple[Processor, ...], form: AnswerForm | None, vocabulary: int) -> None:
+    """Have a request's tokens sampled late, if the host says which may come."""
+    narrowing = tuple(part for part in request.parts.values() if part.narrows)
+    if form is not None or processors or narrowing:
+        mask = None if request.sampling is None else request.sampling.mask
+        request.constraint = Constraint(processors, form, narrowing, mask)
+        request.sampling = request.constraint.applied_to(request.sampling, vocabulary)
 
 
 def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None:

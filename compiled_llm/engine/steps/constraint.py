@@ -1,9 +1,9 @@
-"""The host's constraints on an answer's next token: a form that is followed, and logits processors."""
+"""The host's constraints on an answer's next token: a form, parts of its request, and logits processors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.compilation.sampling.masks import all_tokens
 from compiled_llm.compilation.sampling.sampling import GREEDY, Sampling
+from compiled_llm.engine.request_part import RequestPart
 
 
 class Processor(NamedTuple):
@@ -36,14 +38,11 @@ class Processor(NamedTuple):
 class AnswerForm(Protocol):
     """The form of one answer, as steps follow it."""
 
-    vocabulary: int  # how many logits a token has
     stops: frozenset[int]  # the tokens that end the answer once its form is complete
     least: int  # how many others come before those, as far as the form goes on without them
-    mask: NDArray[np.int32] | None  # ``[words]`` int32, the tokens that the request allows besides; None for all
     writer: Any  # one for all of an engine: writes which tokens forms allow next, and advances them by a token each
     matcher: Any  # how that knows it; None if it cannot be followed yet
 
-    def applied_to(self, sampling: Sampling) -> Sampling: ...
     def accepts(self, token: int) -> bool: ...
     def narrow(self, allowed: NDArray[np.int32], tokens: int) -> None: ...
     def no_token_left(self, tokens: int) -> str:
@@ -56,13 +55,41 @@ class Constraint(NamedTuple):
 
     processors: tuple[Processor, ...] = ()  # called one after the other
     form: AnswerForm | None = None
+    parts: tuple[RequestPart, ...] = ()  # those of its request that narrow which tokens may come next
+    mask: NDArray[np.int32] | None = None  # ``[words]`` int32, the tokens that the request allows at all; None for all
 
     @property
     def ready(self) -> bool:
         """Whether its form can be followed, if it has one."""
         return self.form is None or self.form.matcher is not None
 
-    def applied_to(self, sampling: Sampling | None) -> Sampling:
-        """Return an answer's settings with deferred sampling; None is greedy."""
+    @property
+    def masked(self) -> bool:
+        """Whether each token has a mask of its own."""
+        return self.form is not None or bool(self.parts)
+
+    @property
+    def bars_more(self) -> bool:
+        """Whether a mask may lack tokens that a form allows, so that none may be left."""
+        return self.mask is not None or bool(self.parts)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a form, and nothing else."""
+        return self.form is not None and not (self.processors or self.bars_more)
+
+    def narrow(self, allowed: NDArray[np.int32], tokens: Sequence[int]) -> None:
+        """Remove from ``allowed`` ``[words]`` what the request bars after these tokens of its answer."""
+        if self.mask is not None:
+            np.bitwise_and(allowed, self.mask, out=allowed)
+        for part in self.parts:
+            part.narrow(allowed, tokens)
+        if self.form is not None:
+            self.form.narrow(allowed, len(tokens))
+
+    def applied_to(self, sampling: Sampling | None, vocabulary: int) -> Sampling:
+        """Return an answer's settings with deferred sampling, and a mask if each token has one; None is greedy."""
         deferred = replace(GREEDY if sampling is None else sampling, deferred=True)
-        return deferred if self.form is None else self.form.applied_to(deferred)
+        if self.masked and deferred.mask is None:
+            return replace(deferred, mask=all_tokens(vocabulary))
+        return deferred

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
-from compiled_llm.engine.steps.constraint import AnswerForm, Constraint
+from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.processors import processed_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput
@@ -35,16 +35,19 @@ class Constrained:
 
     def __init__(self, members: list[_Member]) -> None:
         self.members = members  # in the plan's order
-        # those whose answers have forms, and these
-        self.formed = [(each, each.constraint.form) for each in members if each.constraint.form is not None]
-        self.rows = [each.row for each, _ in self.formed]
-        self.matchers = [form.matcher for _, form in self.formed]
-        # places in ``formed`` of those whose settings may bar more
-        self.narrowed = [at for at, (_, form) in enumerate(self.formed) if form.mask is not None or form.least]
+        self.forms = [form for each in members if (form := each.constraint.form) is not None]
+        # those whose tokens have masks; first those with ``forms``
+        masked = [each for each in members if each.constraint.masked]
+        self.masked = sorted(masked, key=lambda each: each.constraint.form is None)
+        self.rows = [each.row for each in self.masked]
+        # the masks that these came in with
+        settings = [each.request.sampling for each in self.masked]
+        self.masks = [own.mask for own in settings if own is not None and own.mask is not None]
+        self.matchers = [form.matcher for form in self.forms]
+        # places in ``masked`` of those whose settings may bar more
+        self.narrowed = [at for at, each in enumerate(self.masked) if _may_bar_more(each.constraint)]
         self.processed = [each for each in members if each.constraint.processors]  # those with logits processors
-        barring = any(form.mask is not None for _, form in self.formed)
-        # nothing but a form constrains any of them
-        self.plain = len(self.formed) == len(members) and not (self.processed or barring)
+        self.plain = all(each.constraint.plain for each in members)
 
     @classmethod
     def among(cls, requests: Sequence[Request]) -> Constrained | None:
@@ -58,7 +61,7 @@ class Constrained:
 
     @property
     def writer(self) -> Any:
-        return self.formed[0][1].writer
+        return self.forms[0].writer
 
     def present(self) -> Constrained:
         """Return those that have not ended."""
@@ -82,7 +85,7 @@ class LateSampling:
         """Sample the tokens of the pipeline's newest step, all earlier ones having been read, and wait for nothing."""
         # After a failure, what was done before it is not repeated.
         present = self._requests.present()
-        masks = self._masks = _masks(present, model_runner.state.staging) if present.formed else None
+        masks = self._masks = _masks(present, model_runner.state.staging) if present.masked else None
         if self._processed is None:
             self._processed = self._edit(model_runner, pipeline, present.processed)
         model_runner.thread.call(self._sample, model_runner, pipeline, masks)
@@ -140,32 +143,44 @@ class LateSampling:
                 continue
             if token == NOT_A_TOKEN and request in processed:
                 self.failed[request] = _unusable(request)
-            elif constraint.form is not None and self._is_lost(row, constraint.form, token):
+            elif constraint.masked and self._is_lost(row, constraint, token):
                 self.failed[request] = _lost(request)
 
-    def _is_lost(self, row: Row, form: AnswerForm, token: int) -> bool:
-        """Advance by a token, if there is one; True if the form, with what the request bars, leaves none."""
-        masks = self._masks if token == NOT_A_TOKEN or form.mask is not None else None
+    def _is_lost(self, row: Row, constraint: Constraint, token: int) -> bool:
+        """Advance by a token, if there is one; True if a form, or what the request bars, leaves none."""
+        masks = self._masks if token == NOT_A_TOKEN or constraint.bars_more else None
         if masks is not None and not masks.bits[masks.rows.index(row)].any():
             return True
-        return token != NOT_A_TOKEN and not form.accepts(token)
+        return token != NOT_A_TOKEN and constraint.form is not None and not constraint.form.accepts(token)
+
+
+def _may_bar_more(constraint: Constraint) -> bool:
+    return constraint.bars_more or (constraint.form is not None and constraint.form.least > 0)
 
 
 def _masks(requests: Constrained, staging: Staging) -> Masks:
-    """Return the tokens that forms allow next."""
-    words = -(-requests.formed[0][1].vocabulary // 32)
-    bits = staging.lend(len(requests.formed), words)
-    requests.writer.fill(requests.matchers, bits)
+    """Return the tokens that may come next."""
+    formed, masks = len(requests.forms), requests.masks
+    bits = staging.lend(len(masks), len(masks[0]))
+    if formed:
+        requests.writer.fill(requests.matchers, bits[:formed])
+    if formed < len(masks):
+        bits[formed:] = masks[formed:]
     for at in requests.narrowed:
-        each, form = requests.formed[at]
-        form.narrow(bits[at], len(each.request.tokens))
+        each = requests.masked[at]
+        each.constraint.narrow(bits[at], each.request.tokens)
     return Masks(requests.rows, bits)
 
 
 def _lost(request: Request) -> RequestError:
     form = None if request.constraint is None else request.constraint.form
-    assert form is not None, "its form has lost the way"
-    return InvalidRequestError(form.no_token_left(len(request.tokens)))
+    if form is not None:
+        return InvalidRequestError(form.no_token_left(len(request.tokens)))
+    names = ", ".join(name for name, part in request.parts.items() if part.narrows)
+    return InvalidRequestError(
+        f"{names}: no token is left after {len(request.tokens)} new ones; see whether allowed_token_ids, bad_words and "
+        "logits_processors leave some that it allows"
+    )
 
 
 def _unusable(request: Request) -> RequestError:

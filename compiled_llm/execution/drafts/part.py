@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
+from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, Drafter, DraftInputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Drafting
+from compiled_llm.execution.drafts import ngram
 from compiled_llm.execution.drafts.costs import Costs
 from compiled_llm.execution.drafts.rule import Rule
 from compiled_llm.execution.drafts.texts import Texts, texts_of
@@ -47,8 +48,8 @@ class Drafts:
         model_runner: ModelRunner,
         settings: DraftSettings,
         text_of: Callable[[Row], NDArray[np.int64]],
-        drafter: Callable[[Texts], Drafter] | None = None,
-        name: str = "",
+        drafter: Callable[[Texts], Drafter] = ngram.drafter_of,
+        name: str = "ngram",
         rule: Rule | None = None,
         heard: Callable[[AcceptedTokens], None] = lambda accepted: None,
     ) -> None:
@@ -69,11 +70,11 @@ class Drafts:
         self._heard = heard
         longest = texts.longest_text  # no row has more to look up; the device counts in int32
         self._lookup = min(settings.prompt_lookup_max, longest), min(settings.prompt_lookup_min, longest)
-        self.name = name or "ngram"
+        self.name = name
         self._runner = model_runner
         known = model_runner.decode_buffers.drafts
         if self.name not in known:
-            made = NgramDrafter(texts.tokens, texts.longest, texts.shortest) if drafter is None else drafter(texts)
+            made = drafter(texts)
             known.setdefault(
                 self.name, lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row)
             )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.drafts import Drafter
 from compiled_llm.execution.batch import Batch
+from compiled_llm.execution.drafts import ngram
 from compiled_llm.execution.drafts.part import Drafts, DraftSettings
 from compiled_llm.execution.drafts.rule import Rule
 from compiled_llm.execution.drafts.texts import Texts
@@ -52,8 +53,8 @@ class Rounds:
         texts: Sequence[NDArray[np.int64]],
         left: int,
         rule: Rule | None = None,
-        drafter: Callable[[Texts], Drafter] | None = None,
-        name: str = "",
+        drafter: Callable[[Texts], Drafter] = ngram.drafter_of,
+        name: str = "ngram",
     ) -> None:
         """Let each row of the loop get ``left`` more tokens; the pages for them are promised.
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -24,10 +23,6 @@ class Grammar(LogitsProcessor):
 
 def grammar_of(processors: Iterable[Any]) -> object:
     return next((processor for processor in processors if is_grammar(processor)), None)
-
-
-def all_tokens(width: int) -> NDArray[np.int32]:
-    return np.full(-(-width // 32), -1, dtype=np.int32)
 
 
 def masks_from(

@@ -35,11 +35,11 @@ from transformers.generation.logits_process import (
 
 from compiled_llm.compat.xgrammar import is_grammar
 from compiled_llm.compilation.sampling.bias import BARRED, FORCED, LARGEST, Bias, packed
-from compiled_llm.compilation.sampling.masks import mask_of
+from compiled_llm.compilation.sampling.masks import all_tokens, mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
-from compiled_llm.huggingface.processors.grammar import Grammar, all_tokens
+from compiled_llm.huggingface.processors.grammar import Grammar
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops import MAX_BIASES, MAX_FOLLOWED
 

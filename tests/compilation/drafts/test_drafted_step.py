@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compilation import drafts
-from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED, NgramDrafter
+from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTables
+from compiled_llm.execution.drafts.ngram import NgramDrafter
 from compiled_llm.execution.drafts.texts import Texts
 from support.compilation.drafted_cases import DRAFTERS, SETTINGS, START, STEPS, case_of, check, ngrams_of
 from support.compilation.drafted_rows import Known, Rows, always, never, parts_of, some_of, sometimes, tiny_model

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.drafts import NOT_ACCEPTED, Drafter, NgramDrafter, drafted_step
+from compiled_llm.compilation.drafts import NOT_ACCEPTED, Drafter, drafted_step
 from compiled_llm.compilation.sampling.bias import BARRED, Bias, packed
 from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.execution.drafts.ngram import NgramDrafter
 from support.compilation.drafted_rows import (
     VOCABULARY,
     Known,

@@ -116,11 +116,11 @@ def drafting(
     for prompt, own in zip(prompts, settings, strict=True):
         loop.admit(prompt, new, own)
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=False)]
-    drafter = None if kind is None else knowing(model, texts, kind)
+    drafter = () if kind is None else (knowing(model, texts, kind), f"{kind} {name}")
     known = [np.array(prompt, dtype=np.int64) for prompt in prompts]
     if rule is None and sizes is not None:
         rule = Turning(sizes)
-    return loop, Rounds(loop, DraftSettings(most), known, new, rule, drafter, f"{kind} {name}" if kind else "")
+    return loop, Rounds(loop, DraftSettings(most), known, new, rule, *drafter)
 
 
 def drafted_answers(loop: GenerateLoop, rounds: Rounds, new: int) -> list[list[int]]:
