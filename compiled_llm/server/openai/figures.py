@@ -37,10 +37,10 @@ DRAFTS = {
 ACCEPTED = "spec_decode_num_accepted_tokens_per_pos", "Guessed tokens that were right, by their place among the guesses"
 """With the names of vLLM's, by our fields; of engines that guess."""
 ENCODER_CACHE = {
-    "queries": ("mm_cache_queries", "Pictures that were looked up among those the encoder has seen"),
-    "hits": ("mm_cache_hits", "Pictures that were not encoded again"),
+    "queries": ("mm_cache_queries", "Images that were looked up among those the encoder has seen"),
+    "hits": ("mm_cache_hits", "Images that were not encoded again"),
 }
-"""With the names of vLLM's, by our fields; of servers that have got a picture."""
+"""With the names of vLLM's, by our fields; of servers that have got an image."""
 UNCOMPILED = "1 while answers run uncompiled: until they are compiled in the background, or if that has failed"
 PAGES = "Pages of the key-value cache"
 STATES = ("used", "free", "cached")
