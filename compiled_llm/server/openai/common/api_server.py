@@ -77,6 +77,10 @@ class ApiServer:
         """Return whether the model reads images, and requests can have some; False before it is ready."""
         return self.link.is_ready and self.link.model.ready.images and self.settings.limit_mm_per_prompt > 0
 
+    def body_bytes(self) -> int:
+        """Return how many bytes the body of a request can have, by what is known of the model."""
+        return self.settings.body_bytes(self.reads_images())
+
     def writer_for(self, name: str | None) -> Model:
         """Return the model; ApiError as of ``model_for``, or if it answers no prompts."""
         model = self.model_for(name)
