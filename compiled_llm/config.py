@@ -197,7 +197,7 @@ class WrapConfig:
             in the mode that it began in; those that begin once all is compiled, while no other runs, use it. Without
             ``warmup`` nothing is compiled. Elsewhere, with ``artifacts``, and where projections are fused, it does
             nothing.
-        images_in_steps: let steps of ours compute prompts with pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as of
+        images_in_steps: let steps of ours compute prompts with images of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as of
             text, and a program of ours their encoder, in place of HuggingFace's forward. None for True on CUDA with
             ``mode="cuda-graphs"``, and False elsewhere. With other models it does nothing.
     """
@@ -380,7 +380,7 @@ class WrapConfig:
         return self.eager_first and device == "cpu" and compiles
 
     def images_in_steps_on(self, device: str) -> bool:
-        """Return whether steps compute prompts with pictures on a kind of device, where they can."""
+        """Return whether steps compute prompts with images on a kind of device, where they can."""
         captured = device == "cuda" and self.mode == "cuda-graphs"
         return captured if self.images_in_steps is None else self.images_in_steps
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from compiled_llm.client.plain import Prompt, pictured_of, plain_list, plain_params, token_ids
+from compiled_llm.client.plain import Prompt, image_prompt_of, plain_list, plain_params, token_ids
 from compiled_llm.client.source import ClientSource
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
@@ -155,7 +155,7 @@ class BaseClient(ABC):
 
         Args:
             prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them; the text of one may have
-                pictures, files as bytes in ``multi_modal_data``.
+                images, files as bytes in ``multi_modal_data``.
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
@@ -169,15 +169,15 @@ class BaseClient(ABC):
         """
         params, session = params or (_OF_VECTORS if pooled else SamplingParams()), self._session_to_use()
         ready, number = session.check_ready(), session.number()
-        pictured = pictured_of(prompt)
-        ids = token_ids(prompt, self._tokenizer) if pictured is None else []
+        image_prompt = image_prompt_of(prompt)
+        ids = token_ids(prompt, self._tokenizer) if image_prompt is None else []
         asked = {
             "hidden_states": plain_list("hidden_states", hidden_states, int),
             "emitted": plain_list("emitted", emitted, str),
             "pooled": pooled or None,
         }
         wanted = {name: value for name, value in asked.items() if value is not None}
-        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, pictured, wanted)
+        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, image_prompt, wanted)
         ends, form, source = _ends(params, ready), self._form(params), ClientSource(self, session, number)
         records = [AnswerRecord[ReceivedColumn](index=index, stop_token_ids=ends) for index in range(params.n)]
         handle = RequestHandle(records, ids, source, form)

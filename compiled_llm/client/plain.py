@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from compiled_llm.protocol.messages import Pictured
+from compiled_llm.protocol.messages import ImagePrompt
 from compiled_llm.requests.prompts import check_texts, content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", int, str)
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Pictured
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | ImagePrompt
 """Text, token ids (an array or tensor of them, too), the messages of a chat (``{"role": ..., "content": ...}``), or one
 of vLLM's dictionaries (``{"prompt": text}``, ``{"prompt_token_ids": ids}``)."""
 
@@ -80,10 +80,10 @@ def plain_list(name: str, asked: object, kind: type[T]) -> list[T] | None:
     return entries
 
 
-def pictured_of(prompt: object) -> Pictured | None:
-    """Return a prompt with pictures as it is sent; None for one without, ValueError if its pictures are no files."""
-    if isinstance(prompt, Pictured) or not isinstance(prompt, Mapping):
-        return prompt if isinstance(prompt, Pictured) else None
+def image_prompt_of(prompt: object) -> ImagePrompt | None:
+    """Return a prompt with images as it is sent; None for one without, ValueError if its images are no files."""
+    if isinstance(prompt, ImagePrompt) or not isinstance(prompt, Mapping):
+        return prompt if isinstance(prompt, ImagePrompt) else None
     if not (data := prompt.get("multi_modal_data")):
         return None
     text, given = prompt.get("prompt"), data.get("image") if isinstance(data, Mapping) else None
@@ -91,10 +91,10 @@ def pictured_of(prompt: object) -> Pictured | None:
     images = [image for image in listed if isinstance(image, bytes)]
     if not isinstance(text, str) or len(images) < len(listed) or len(data) > 1:
         raise ValueError(
-            'prompt: pictures are sent to an engine process as {"prompt": text, "multi_modal_data": {"image": '
+            'prompt: images are sent to an engine process as {"prompt": text, "multi_modal_data": {"image": '
             "[the bytes of a file]}}; other forms are for an engine in this process"
         )
-    return Pictured(text, images)
+    return ImagePrompt(text, images)
 
 
 def token_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

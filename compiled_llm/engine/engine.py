@@ -81,7 +81,7 @@ class Engine:
         Args:
             model: wrapped by ``compiled_llm.wrap``.
             tokenizer: for prompts of text and messages, and for the text of answers; the processor's if None.
-            processor: the model's, for prompts with pictures (``AutoProcessor.from_pretrained``).
+            processor: the model's, for prompts with images (``AutoProcessor.from_pretrained``).
             max_num_seqs: how many requests run at once, at most, as in vLLM; None for 256, or as many as ``artifacts``
                 have room for, if these are fewer. ``max_batch_size`` of ``wrap`` bounds ``generate`` alone.
             max_model_len: how many tokens a request may have, prompt and answer together, as in vLLM; None for as many
@@ -114,8 +114,8 @@ class Engine:
                 of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
                 many of the last tokens are searched for in the text before them, ``prompt_lookup_max`` (4) to
                 ``prompt_lookup_min`` (1). None for no guesses.
-            mm_encoder_cache_gb: how much device memory may keep what encoders have made of pictures, in GiB, beside
-                that of pages: a picture that comes again after other text is not encoded again. The least recently
+            mm_encoder_cache_gb: how much device memory may keep what encoders have made of images, in GiB, beside
+                that of pages: an image that comes again after other text is not encoded again. The least recently
                 used go first, and all of it with ``sleep``; ``stats().memory`` of the model counts it.
 
         Raises:
@@ -394,7 +394,7 @@ class Engine:
 
     @property
     def processor(self) -> Any:
-        """The processor of prompts with pictures; None without one."""
+        """The processor of prompts with images; None without one."""
         return self._processor
 
     @property

@@ -96,12 +96,12 @@ class Intake:
         if not shows_images(prompt):
             return None
         if enter is not None:
-            raise ValueError("hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out")
+            raise ValueError("hidden_states, emitted, pooled: there are none of a prompt with images; leave them out")
         images = needed(IMAGES).images_of(
             prompt, self.processor, params, model_runner, salt, self.encoder_cache, self.images_in_steps
         )
         if images.slow is not None:
-            self.runtime.counters.took_request(images.slow, "its pictures take longer")
+            self.runtime.counters.took_request(images.slow, "its images take longer")
         return images
 
     def add(self, handles: Sequence[RequestHandle]) -> None:

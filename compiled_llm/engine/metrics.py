@@ -42,8 +42,8 @@ class EngineStats:
         pages: the page account, shared with ``generate`` and caches; None before memory is allocated, and asleep.
         states: the same of the states of recurrent layers; None also without such layers.
         drafts: the tokens that were guessed, and those that were right; None without ``speculative_config``.
-        encoder_cache: the use of what encoders have made of pictures, of all engines of the model; None before the
-            first picture.
+        encoder_cache: the use of what encoders have made of images, of all engines of the model; None before the
+            first image.
     """
 
     running: int = 0

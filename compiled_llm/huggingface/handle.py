@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.engine.lifecycle.all_engines import with_no_pages
-from compiled_llm.engine.lifecycle.warmup import prepare_pictures
+from compiled_llm.engine.lifecycle.warmup import prepare_images
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report
 from compiled_llm.execution.reporting.slow_paths import Reason
@@ -40,7 +40,7 @@ class CompiledModel(Runtime):
 
     def _prepare_parts(self, report: Report) -> None:
         if self.config.images_in_steps_on(self.facts.model.device.type):
-            prepare_pictures(self.model_runner(), report)
+            prepare_images(self.model_runner(), report)
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Have other scales of keys and values in pages from now on, as ``wrap(kv_scales=...)``.

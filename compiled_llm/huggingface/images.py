@@ -1,6 +1,6 @@
-"""Calls of ``generate`` whose pictures steps read: the engine's encoder, and its prefill with pictures."""
+"""Calls of ``generate`` whose images steps read: the engine's encoder, and its prefill with images."""
 
-# Shapes: B rows, Q columns, K tokens of pictures of all rows, A axes of positions, F layers with features of their own,
+# Shapes: B rows, Q columns, K tokens of images of all rows, A axes of positions, F layers with features of their own,
 # C hidden size.
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _READ = frozenset({_PIXELS, _GRID, _OUTPUTS, "mm_token_type_ids"})
 
 
 def steps_obstacle(runtime: CompiledModel, inputs: Sequence[str]) -> str | None:
-    """Return why steps do not read the pictures of a call with such ``inputs`` besides tokens, or None."""
+    """Return why steps do not read the images of a call with such ``inputs`` besides tokens, or None."""
     if not _wanted(runtime):
         return f"the model is given {', '.join(inputs)}"
     if more := sorted({*inputs} - _READ):
@@ -45,7 +45,7 @@ def steps_obstacle(runtime: CompiledModel, inputs: Sequence[str]) -> str | None:
 
 
 def _wanted(runtime: CompiledModel) -> bool:
-    """Whether steps are to read pictures where they can."""
+    """Whether steps are to read images where they can."""
     return runtime.config.images_in_steps_on(runtime.facts.model.device.type)
 
 
@@ -53,7 +53,7 @@ def _wanted(runtime: CompiledModel) -> bool:
 
 
 def encoded(model: PreTrainedModel, runtime: CompiledModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a call, those of pictures replaced by what the encoder makes of them, if steps read it."""
+    """Return the inputs of a call, those of images replaced by what the encoder makes of them, if steps read it."""
     # From transformers 5.24 on, ``generate`` asks for it before it expands rows to beams.
     pixels = inputs.get(_PIXELS)
     grid = inputs.get(_GRID)
@@ -62,13 +62,13 @@ def encoded(model: PreTrainedModel, runtime: CompiledModel, inputs: Mapping[str,
         return dict(inputs)
     model_runner = runtime.model_runner()
     if (slower := slower_encoder(model_runner)) is not None:
-        runtime.counters.took_part(slower, "its pictures take longer")
+        runtime.counters.took_part(slower, "its images take longer")
     outputs = features_of(model_runner, inputs)
     return {**{name: value for name, value in inputs.items() if name not in (_PIXELS, _GRID)}, _OUTPUTS: outputs}
 
 
 def _may_encode(model: PreTrainedModel, runtime: CompiledModel) -> bool:
-    """Whether steps can read pictures of the model as it is now."""
+    """Whether steps can read images of the model as it is now."""
     if runtime.asleep or runtime.obstacle() is not None or torch.is_autocast_enabled(model.device.type):
         return False
     return _wanted(runtime) and model_obstacle(runtime.facts, runtime.config) is None
@@ -82,7 +82,7 @@ def features_of(model_runner: ModelRunner, inputs: Mapping[str, Any]) -> dict[st
 
 
 def _features(model_runner: ModelRunner, pixels: Tensor, grid: Tensor) -> Any:
-    """Return what the encoder makes of pictures, with their grids on the CPU; called in the model's executor."""
+    """Return what the encoder makes of images, with their grids on the CPU; called in the model's executor."""
     facts = model_runner.state.facts
     model: Any = facts.model
     own = own_encoder(model, model_runner)
@@ -100,7 +100,7 @@ class ShownColumns(NamedTuple):
     """What the rows of a call show in their columns."""
 
     axes: NDArray[np.int64]  # ``[A, B, Q]``, rotary positions
-    numbers: NDArray[np.int64]  # ``[B, Q]``, each token's among those of pictures of all rows; -1 of text
+    numbers: NDArray[np.int64]  # ``[B, Q]``, each token's among those of images of all rows; -1 of text
     features: Tensor  # ``[1 + F, K, C]`` in the model's dtype, the last layer's first
     forward: Forward | None  # takes those of further layers; None without them
 
@@ -109,7 +109,7 @@ class ShownColumns(NamedTuple):
         """Return that of a forward's inputs, with ids ``[B, Q]`` on the CPU.
 
         Raises:
-            ValueError: the pictures have other numbers of tokens than ``ids`` have places for them.
+            ValueError: the images have other numbers of tokens than ``ids`` have places for them.
         """
         facts = model_runner.state.facts
         model: Any = facts.model
@@ -118,7 +118,7 @@ class ShownColumns(NamedTuple):
         features = _stacked(outputs["image"], model.dtype)
         if (places := int(shown.sum())) != features.shape[1]:
             raise ValueError(
-                f"input_ids: {places} tokens of pictures and features of {features.shape[1]} do not match; give what "
+                f"input_ids: {places} tokens of images and features of {features.shape[1]} do not match; give what "
                 "the model's own processor returns"
             )
         positions = on_host(inputs["position_ids"]).astype(np.int64)
@@ -146,7 +146,7 @@ columns_of = ShownColumns.of_call
 
 
 def _stacked(outputs: Any, dtype: torch.dtype) -> Tensor:
-    """Return the features of all pictures' tokens, ``[1 + F, K, C]``."""
+    """Return the features of all images' tokens, ``[1 + F, K, C]``."""
     layers = [outputs["pooler_output"], *(outputs.get("deepstack_features") or ())]
     return torch.stack([_flat(layer) for layer in layers]).to(dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 
 VERSION = 6  # of the protocol. It is counted up whenever one side would misunderstand the other.
 
@@ -25,10 +25,10 @@ class Hello(Struct, tag="hello", frozen=True):
     client: str = ""
 
 
-class Pictured(Struct, frozen=True):
-    """The text of a prompt with pictures, as a chat template writes it."""
+class ImagePrompt(Struct, frozen=True):
+    """The text of a prompt with images, as a chat template writes it."""
 
-    text: str  # with the model's own text for a picture where one stands
+    text: str  # with the model's own text for an image where one stands
     images: list[bytes]  # their files, in the order of their places
     max_pixels: int = 2**26  # that one may have
 
@@ -42,7 +42,9 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
     priority: int = 0
     timeout: float | None = None  # seconds after which it ends with the tokens it has
     cache_salt: str | None = None  # only requests with an equal salt share its pages in the prefix cache
-    pictured: Pictured | None = None  # a prompt with pictures, in place of ``prompt``, which is empty
+    image_prompt: ImagePrompt | None = field(
+        default=None, name="pictured"
+    )  # a prompt with images, in place of ``prompt``, which is empty
     wanted: dict[str, Any] = {}  # what its answers have besides tokens, as ``Engine.submit`` is asked for it
 
 
@@ -162,7 +164,7 @@ class Ready(Struct, tag="ready", frozen=True):
         max_num_seqs: how many requests run at once.
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
         sampling: settings of ``SamplingParams`` for requests that leave them out, which clients add.
-        images: whether prompts may have pictures.
+        images: whether prompts may have images.
         pooled: what the model makes of whole texts, in place of answers.
         uncompiled: why answers run uncompiled, as in ``EngineStats``; the message is sent again when that changes.
     """
@@ -220,7 +222,7 @@ class StepUpdates(Struct, tag="step", frozen=True, omit_defaults=True):
 
 
 class PromptTokens(Struct, tag="prompt tokens", frozen=True):
-    """The tokens of a prompt with pictures, which only the engine process knows; before its first update."""
+    """The tokens of a prompt with images, which only the engine process knows; before its first update."""
 
     request: int
     tokens: list[int]
@@ -276,7 +278,7 @@ class DraftCounts(Struct, frozen=True):
 
 
 class EncoderCacheCounts(Struct, frozen=True):
-    """The use of what encoders have made of pictures; fields as of ``EncoderCacheStats``."""
+    """The use of what encoders have made of images; fields as of ``EncoderCacheStats``."""
 
     queries: int
     hits: int

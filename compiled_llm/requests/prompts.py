@@ -15,7 +15,7 @@ _WAYS_OUT = {
     "prompt_embeds": "give token ids, or call model.generate(inputs_embeds=...)",
     "cache_salt": "give it to submit(..., cache_salt=...)",
 }
-_WAY_OUT = "leave it out; for pictures, call Engine.submit in the model's process"
+_WAY_OUT = "leave it out; for images, call Engine.submit in the model's process"
 
 
 def with_params(
@@ -45,7 +45,7 @@ def _is_one(prompts: Any) -> bool:
 
 
 def shows_images(prompt: object) -> bool:
-    """Whether a prompt has pictures, or other parts than text: messages, a dictionary, or what a processor returned."""
+    """Whether a prompt has images, or other parts than text: messages, a dictionary, or what a processor returned."""
     if isinstance(prompt, Mapping):
         return bool(prompt.get("multi_modal_data")) or ("input_ids" in prompt and not _OF_TEXT.issuperset(prompt))
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping) and _has_parts(prompt)

@@ -48,7 +48,7 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
         Guard,
         settings=settings,
         metrics=app.state.metrics,
-        reads_images=api_server.reads_images,
+        body_bytes=api_server.body_bytes,
         keyless=() if page is None else page.PATHS,
     )
     if settings.cors_origins:  # outside the guard: a browser asks first, without a key

@@ -44,18 +44,18 @@ class Guard:
         app: ASGIApp,
         settings: ApiServerSettings,
         metrics: ApiServerMetrics,
-        reads_images: Callable[[], bool] = lambda: False,
+        body_bytes: Callable[[], int],
         keyless: Collection[str] = (),
     ) -> None:
         """Guard an application.
 
         Args:
-            reads_images: whether the model does, as far as it is known; bodies may be longer then.
+            body_bytes: returns how many bytes a body can have.
             keyless: further paths that need no key.
         """
         self._keyless = frozenset((*_FOR_EVERYBODY, *keyless))
         self._app = app
-        self._reads_images = reads_images
+        self._body_bytes = body_bytes
         self._settings = settings
         self._hosts = settings.hosts
         self._keys = [_digest(key) for key in settings.api_keys]
@@ -157,7 +157,7 @@ class Guard:
         return limited
 
     def _check_length(self, length: int) -> None:
-        most = self._settings.body_bytes(self._reads_images())
+        most = self._body_bytes()
         if length > most:
             raise ApiError(413, f"the body can have {most:,} bytes (--max-body-bytes)", code="body_too_long")
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from compiled_llm.engine.engine import Engine
-    from compiled_llm.protocol.messages import Pictured, Ready
+    from compiled_llm.protocol.messages import ImagePrompt, Ready
     from compiled_llm.requests.handle import RequestHandle
     from compiled_llm.requests.sampling_params import SamplingParams
     from compiled_llm.server.settings import ApiServerSettings
@@ -35,7 +35,7 @@ class ServedImagesPart(Protocol):
     def submitted(
         self,
         engine: Engine,
-        pictured: Pictured,
+        image_prompt: ImagePrompt,
         params: SamplingParams,
         max_tokens: int,
         wanted: Callable[[], bool],

@@ -39,7 +39,7 @@ class ApiServerSettings:
         api_keys: one of which requests have to bear; none for no check.
         allowed_hosts: further names in the ``Host`` header; ``*`` for any.
         cors_origins: of pages of other servers that may use this one from a browser.
-        max_body_bytes: of a request; None for 8 MiB, and for 32 MiB if the model reads pictures.
+        max_body_bytes: of a request; None for 8 MiB, and for 32 MiB if the model reads images.
         max_choices: answers that one request can ask for, prompts times ``n``.
         max_connections: of clients, at a time.
         max_unsent: tokens of a request that wait for a client that does not read, before it ends.
@@ -51,11 +51,11 @@ class ApiServerSettings:
         salts_caches: whether requests share prefixes in the cache only with their own key, or ``user``.
         escapes_special_tokens: whether special tokens in the texts of requests are plain text.
         page: whether there is a page to chat on.
-        limit_mm_per_prompt: pictures that a request can have.
-        max_image_bytes: of a picture's file.
-        max_image_pixels: of a picture, which its header says.
-        allowed_local_media_path: a folder whose files may be asked for as pictures; None for none.
-        allowed_media_domains: hosts from which pictures may be fetched.
+        limit_mm_per_prompt: images that a request can have.
+        max_image_bytes: of an image's file.
+        max_image_pixels: of an image, which its header says.
+        allowed_local_media_path: a folder whose files may be asked for as images; None for none.
+        allowed_media_domains: hosts from which images may be fetched.
         otlp_traces_endpoint: where a span of each request is sent to; None for no spans.
         figures: a folder in which the API servers of a server count together; None for an API server alone.
         created: when the server has begun, in seconds since 1970.
@@ -133,7 +133,7 @@ class ApiServerSettings:
             raise ValueError(f"--allowed-media-domains {wrong[0]}: give the name of a host alone, as images.example")
 
     def body_bytes(self, reads_images: bool) -> int:
-        """Return how many bytes the body of a request can have, by whether the model reads pictures."""
+        """Return how many bytes the body of a request can have, by whether the model reads images."""
         if self.max_body_bytes is not None:
             return self.max_body_bytes
         return MAX_BODY_BYTES_WITH_IMAGES if reads_images else MAX_BODY_BYTES

@@ -44,7 +44,7 @@ def engine(engine: Engine) -> Iterator[Engine]:
         (torch.randn(1, 3, 64, dtype=torch.bfloat16), "embeddings are not served; give token ids"),
         (np.ones((3, 64), dtype=np.float32), "embeddings are not served; give token ids"),
         (BatchEncoding({"input_ids": [5, 6]}), r"a BatchEncoding; give token ids \(\[\"input_ids\"\] of it\)"),
-        ({"prompt": "x", "multi_modal_data": {"image": None}}, "it has a picture, and Qwen3ForCausalLM reads text"),
+        ({"prompt": "x", "multi_modal_data": {"image": None}}, "it has an image, and Qwen3ForCausalLM reads text"),
         ({"prompt_token_ids": [5], "mm_processor_kwargs": {}}, "'mm_processor_kwargs' is not served; leave it out"),
         (
             {"prompt_token_ids": [5], "cache_salt": "a"},
@@ -63,7 +63,7 @@ def engine(engine: Engine) -> Iterator[Engine]:
         ("text", "text needs a tokenizer"),
         ("\ud800", "half a character of UTF-16 is no text"),
         ([{"role": "user", "content": "\ud800"}], "half a character of UTF-16 is no text"),
-        (IMAGE, "it has a picture, and Qwen3ForCausalLM reads text alone"),
+        (IMAGE, "it has an image, and Qwen3ForCausalLM reads text alone"),
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )

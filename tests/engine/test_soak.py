@@ -55,7 +55,7 @@ class Soak:
         self._pool = ThreadPoolExecutor(THREADS)
         self._often: list[Callable[[random.Random], None]] = [
             *(self.greedy, self.sampled, self.streamed, self.forward, self.embedded, self.cached),
-            *([self.pictured] if seeing is not None else []),
+            *([self.with_image] if seeing is not None else []),
             *(self.answers, self.penalised, self.logprobs, self.abandoned, self.failing),
         ]
         self._seldom = [self.sleep, self.update, self.pause, self.forget]
@@ -77,7 +77,7 @@ class Soak:
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
         assert out.shape == (rows, length + new)
 
-    def pictured(self, chance: random.Random) -> None:
+    def with_image(self, chance: random.Random) -> None:
         """Three rows, two of which have images."""
         given = {name: value.to(self.seeing.device) for name, value in with_images(FAMILY, chance.randrange(9)).items()}
         out = self.seeing.generate(**given, max_new_tokens=chance.randint(1, 12), do_sample=False)

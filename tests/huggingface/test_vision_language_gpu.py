@@ -72,7 +72,7 @@ def test_answers_to_images_have_logits_as_exact_as_huggingfaces(
     ("family", "in_steps"),
     [*product([*FAMILIES, "Qwen3VLMoe", "Qwen3_5Moe"], [False]), *product(IN_STEPS, [True])],
 )
-def test_a_picture_in_a_second_turn(family: str, in_steps: bool, seed: int) -> None:
+def test_a_image_in_a_second_turn(family: str, in_steps: bool, seed: int) -> None:
     """Over the cache of a first turn that had images, in float32, where no expert is a near tie: the same tokens."""
     plain, wrapped = (of_family(family, seed).to("cuda") for _ in range(2))
     wrapped = compiled_llm.wrap(

@@ -1,4 +1,4 @@
-"""Pictures for models with LoRA adapters, in the layers that read text and in the encoder: PEFT's tokens."""
+"""Images for models with LoRA adapters, in the layers that read text and in the encoder: PEFT's tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model
 from compiled_llm.engine.engine import Engine
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.vision import make
-from support.images import Part, Picture, alone, prompt_of, seeing
+from support.images import Part, SampleImage, alone, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
-CAT, WIDE = Picture(1), Picture(3, wide=True)
+CAT, WIDE = SampleImage(1), SampleImage(3, wide=True)
 PROMPTS: list[tuple[Part, ...]] = [(5, CAT, 7), (9, 8, WIDE, 7, CAT, 6)]
 OF_TEXT, OF_BOTH = ["q_proj", "down_proj"], "all-linear"
 
@@ -39,7 +39,7 @@ def answers(engine: Engine, family: str, patience: float = PATIENCE) -> list[lis
     ("family", "targets", "in_steps"),
     [("Qwen3VL", OF_TEXT, True), ("Qwen2_5_VL", OF_BOTH, True), ("Qwen3VL", OF_BOTH, False)],
 )
-def test_answers_to_pictures_are_pefts(family, targets, in_steps, seed, caplog):
+def test_answers_to_images_are_pefts(family, targets, in_steps, seed, caplog):
     model, plain = seeing(family, seed=seed, prefill_tokens=16), make(family, seed)
     ours, theirs = adapted(model, targets), adapted(plain, targets)
     base = alone(make(family, seed), prompt_of(family, *PROMPTS[0]), 9)

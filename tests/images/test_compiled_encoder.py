@@ -1,4 +1,4 @@
-"""The encoder as a program of ours: HuggingFace's features, for pictures of any sizes by one program."""
+"""The encoder as a program of ours: HuggingFace's features, for images of any sizes by one program."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FAMILIES = ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"]
 WINDOWS = "Qwen2_5_VL"
 Sizes = list[tuple[int, int]]
 SIZES: list[Sizes] = [[(1, 1)], [(4, 6)], [(1, 5), (3, 3)], [(2, 2), (7, 1), (1, 1), (5, 4)]]
-"""Rows and columns of tokens of the pictures of a launch."""
+"""Rows and columns of tokens of the images of a launch."""
 
 
-def pictures(sizes: Sizes, seed: int) -> tuple[Tensor, Tensor]:
+def images(sizes: Sizes, seed: int) -> tuple[Tensor, Tensor]:
     """What a processor makes of them, a token of two by two patches."""
     grid = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in sizes])
     generator = torch.Generator().manual_seed(seed)
@@ -39,8 +39,8 @@ def pictures(sizes: Sizes, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def features(model: Any, sizes: Sizes, seed: int) -> list[Any]:
-    """Of each picture, and of each layer that has its own."""
-    pixels, grid = pictures(sizes, seed)
+    """Of each image, and of each layer that has its own."""
+    pixels, grid = images(sizes, seed)
     with torch.no_grad():
         made = model.get_image_features(pixels, grid, return_dict=True)
     return [made["pooler_output"], *made.get("deepstack_features", ())]
@@ -76,14 +76,14 @@ def test_features_are_huggingfaces(family, seed):
         encoder.assert_like_huggingfaces(sizes, seed)
 
 
-def test_windows_have_more_than_one_token_and_do_not_reach_over_a_picture(seed):
+def test_windows_have_more_than_one_token_and_do_not_reach_over_a_image(seed):
     assert window_patches(make(WINDOWS).model.visual) == 16
     encoder = Encoder(WINDOWS, seed)
     together, alone = encoder.features([(3, 5), (4, 4)], seed), encoder.features([(3, 5)], seed)
     torch.testing.assert_close(together[0][0], alone[0][0])
 
 
-def test_layers_attend_to_all_pictures_in_one_call(seed, monkeypatch):
+def test_layers_attend_to_all_images_in_one_call(seed, monkeypatch):
     """HuggingFace knows that a function can by "flash" in its name; without, it reads lengths on the host."""
     calls, attend = list[int](), attention.segment_attention
 
@@ -93,7 +93,7 @@ def test_layers_attend_to_all_pictures_in_one_call(seed, monkeypatch):
 
     monkeypatch.setattr(attention, "segment_attention", noted)
     Encoder(WINDOWS, seed).features([(4, 4), (2, 2)], seed)
-    assert calls == [5, 2], "windows, and pictures"
+    assert calls == [5, 2], "windows, and images"
 
 
 def test_positions_of_other_patches_would_be_found(seed, monkeypatch):

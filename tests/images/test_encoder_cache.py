@@ -1,4 +1,4 @@
-"""What encoders have made of pictures is kept by their pixels, within a bound, and forgotten with the texts."""
+"""What encoders have made of images is kept by their pixels, within a bound, and forgotten with the texts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.engine import Engine
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.vision import make
-from support.images import Part, Picture, alone, answer, prompt_of, seeing
+from support.images import Part, SampleImage, alone, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
 QWEN = "Qwen3VL"
-CAT, DOG, WIDE = Picture(1), Picture(2), Picture(3, wide=True)
+CAT, DOG, WIDE = SampleImage(1), SampleImage(2), SampleImage(3, wide=True)
 OF_CAT = 4 * 64 * 4 * 2
 """Bytes of four tokens in float32, of the last layer and of one before."""
 
@@ -36,7 +36,7 @@ def engine(model: PreTrainedModel) -> Iterator[Engine]:
 
 @pytest.fixture
 def encoded(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many pictures HuggingFace's encoder got, call by call."""
+    """How many images HuggingFace's encoder got, call by call."""
     return counted(monkeypatch, model)
 
 
@@ -66,7 +66,7 @@ def kept(model: PreTrainedModel) -> int:
     return nbytes
 
 
-def test_pictures_that_come_again_after_other_text_are_not_encoded_again(model, engine, encoded):
+def test_images_that_come_again_after_other_text_are_not_encoded_again(model, engine, encoded):
     assert_answers(engine, 5, CAT, 7, 8)
     assert_answers(engine, 9, 5, CAT, 7, 8)
     assert encoded == [1]
@@ -77,8 +77,8 @@ def test_pictures_that_come_again_after_other_text_are_not_encoded_again(model, 
     assert kept(model) == OF_CAT * 4
 
 
-def test_prompts_that_go_on_inside_a_picture_find_it(engine, encoded):
-    """Pages have the text before, and the first tokens of the picture."""
+def test_prompts_that_go_on_inside_a_image_find_it(engine, encoded):
+    """Pages have the text before, and the first tokens of the image."""
     assert_answers(engine, 5, WIDE, 7, 8)
     assert_answers(engine, 5, WIDE, 9, 8)
     assert_answers(engine, 5, WIDE, CAT, 9, 8)
@@ -101,8 +101,8 @@ def test_encoders_of_other_families_are_asked_once(family, monkeypatch):
 
 def test_the_least_recently_used_make_room(model, encoded):
     with Engine(model, mm_encoder_cache_gb=2 * OF_CAT / 2**30) as engine:
-        for first, picture in enumerate((CAT, DOG, CAT, Picture(4), CAT, DOG)):
-            assert_answers(engine, 20 + first, picture, 7)
+        for first, image in enumerate((CAT, DOG, CAT, SampleImage(4), CAT, DOG)):
+            assert_answers(engine, 20 + first, image, 7)
             assert kept(model) <= 2 * OF_CAT
     assert encoded == [1, 1, 1, 1]
     with Engine(model, mm_encoder_cache_gb=0) as engine:
@@ -145,7 +145,7 @@ def test_other_weights_of_the_encoder_are_seen():
         assert asked(engine, 9, CAT, 7, 8) == expected
 
 
-def test_features_of_another_picture_would_be_found(engine, monkeypatch):
+def test_features_of_another_image_would_be_found(engine, monkeypatch):
     assert_answers(engine, 5, CAT, 7, 8)
     monkeypatch.setattr("compiled_llm.engine.images.part.digests_of", lambda pixels, tokens: [b"x" * 64] * len(tokens))
     assert_answers(engine, 6, CAT, 7, 8)

@@ -1,4 +1,4 @@
-"""Prompts with pictures in an engine, as a processor returns them: tokens of HuggingFace's `generate` alone."""
+"""Prompts with images in an engine, as a processor returns them: tokens of HuggingFace's `generate` alone."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.execution.page_checks import check_pages, wrong_tags
 from support.huggingface.vision import BOTH_WAYS, FAMILIES, make, one_image
-from support.images import Part, Picture, alone, answer, prompt_of, seeing
+from support.images import Part, SampleImage, alone, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
 QWEN = "Qwen3VL"
 RESUMES = "mm_encoder_outputs" in inspect.signature(Qwen3VLForConditionalGeneration.forward).parameters
-"""Whether HuggingFace's forward goes on inside a picture: from transformers 5.24 on."""
-CAT, DOG, WIDE = Picture(1), Picture(2), Picture(3, wide=True)
+"""Whether HuggingFace's forward goes on inside an image: from transformers 5.24 on."""
+CAT, DOG, WIDE = SampleImage(1), SampleImage(2), SampleImage(3, wide=True)
 
 
 def asked(engine: Engine, *parts: Part, family: str = QWEN, tokens: int = 9, **options: Any) -> Any:
@@ -42,7 +42,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def original() -> Iterator[Engine]:
-    """Prompts up to their last picture are HuggingFace's to compute."""
+    """Prompts up to their last image are HuggingFace's to compute."""
     model = seeing(QWEN)
     with Engine(model, images_in_steps=False) as running:
         yield running
@@ -71,7 +71,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.core
 @pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BOTH_WAYS])
-def test_a_picture_has_huggingfaces_tokens(family, seed):
+def test_a_image_has_huggingfaces_tokens(family, seed):
     model, plain = seeing(family, seed=seed), make(family, seed)
     with Engine(model) as engine:
         for other in (0, 0, 1):
@@ -103,7 +103,7 @@ def test_prompts_that_are_seen_both_ways_are_refused(family):
         engine.submit(one_image(family))
 
 
-def test_two_pictures_of_one_size_share_nothing_and_the_same_one_is_computed_once(original, computed):
+def test_two_images_of_one_size_share_nothing_and_the_same_one_is_computed_once(original, computed):
     text = tuple(range(20, 30))
     assert asked(original, CAT, *text).cached_tokens == 0
     assert asked(original, DOG, *text).cached_tokens == 0
@@ -112,7 +112,7 @@ def test_two_pictures_of_one_size_share_nothing_and_the_same_one_is_computed_onc
     assert computed == [5, 5]
 
 
-def test_text_before_a_picture_is_shared_and_the_picture_is_not(original, computed):
+def test_text_before_a_image_is_shared_and_the_image_is_not(original, computed):
     text = tuple(range(20, 30))
     for parts, cached in (((*text, CAT, 7, 8), 0), ((*text, DOG, 7, 8), 8), ((*text, 7, 8), 8)):
         given = prompt_of(QWEN, *parts) if len(parts) == 13 else list(parts)
@@ -124,8 +124,8 @@ def test_text_before_a_picture_is_shared_and_the_picture_is_not(original, comput
 
 @pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("family", [QWEN, "Qwen2VL", "Qwen2_5_VL", "Qwen3VLMoe", "Glm4v"])
-def test_a_text_that_parts_inside_a_picture_begins_there(family, computed, seed):
-    """Pages end within the pictures: the rest of them is computed, and the pages before stay shared."""
+def test_a_text_that_parts_inside_a_image_begins_there(family, computed, seed):
+    """Pages end within the images: the rest of them is computed, and the pages before stay shared."""
     with Engine(seeing(family, seed=seed), images_in_steps=False) as engine:
         for parts, cached in (((5, WIDE, 7, 8), 0), ((5, WIDE, 9, 8), 8), ((5, WIDE, CAT, 9, 8), 8)):
             output = asked(engine, *parts, family=family)
@@ -135,13 +135,13 @@ def test_a_text_that_parts_inside_a_picture_begins_there(family, computed, seed)
 
 
 @pytest.mark.parametrize("in_steps", [True, False])
-def test_pages_of_pictures_are_checked_as_the_model_was_told_them(in_steps: bool) -> None:
-    """The prefix cache knows pictures by keys, which no step is told; texts begin alike, and come while others run."""
+def test_pages_of_images_are_checked_as_the_model_was_told_them(in_steps: bool) -> None:
+    """The prefix cache knows images by keys, which no step is told; texts begin alike, and come while others run."""
     model = check_pages(seeing(QWEN, prefill_tokens=16))
     with Engine(model, images_in_steps=in_steps) as engine:
         several = SamplingParams(n=3, max_tokens=9, seed=1)
-        for picture in (WIDE, CAT, WIDE):
-            prompts = [prompt_of(QWEN, *range(20, 30), picture, *range(30, 30 + more)) for more in (10, 25)]
+        for image in (WIDE, CAT, WIDE):
+            prompts = [prompt_of(QWEN, *range(20, 30), image, *range(30, 30 + more)) for more in (10, 25)]
             handles = [engine.submit(prompt, several) for prompt in prompts]
             cached = [handle.result(PATIENCE).cached_tokens for handle in handles]
         assert min(cached) >= 16
@@ -159,7 +159,7 @@ def test_a_second_turn_goes_on_from_the_first(original, computed):
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_several_answers_to_a_picture(prefix_cache):
+def test_several_answers_to_a_image(prefix_cache):
     with Engine(seeing(QWEN), prefix_cache=prefix_cache) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, n=3)
         output = engine.submit(prompt_of(QWEN, 5, CAT, 7, 8), params).result(PATIENCE)
@@ -168,16 +168,16 @@ def test_several_answers_to_a_picture(prefix_cache):
 
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", [QWEN, "Qwen3_5"])
-def test_text_and_pictures_run_together(family, seed, whole):
-    """Few pages: rows are preempted, and prompts with pictures are computed again from what was kept."""
+def test_text_and_images_run_together(family, seed, whole):
+    """Few pages: rows are preempted, and prompts with images are computed again from what was kept."""
     chance = random.Random(seed)
     model = seeing(family, tokens=120, seed=seed, prefill_tokens=16)
     with Engine(model, max_num_seqs=6, admission="greedy") as engine:
         handles = []
         for _ in range(200 if whole else 25):
             parts = drawn_prompt(chance)
-            pictured = any(isinstance(part, Picture) for part in parts)
-            given = prompt_of(family, *parts) if pictured else list(parts)
+            has_images = any(isinstance(part, SampleImage) for part in parts)
+            given = prompt_of(family, *parts) if has_images else list(parts)
             tokens, priority = chance.choice([6, 12, 20]), chance.choice([0, 0, 1])
             handles.append((parts, tokens, engine.submit(given, greedy(tokens), priority=priority)))
             if chance.random() < 0.2:
@@ -191,17 +191,19 @@ def test_text_and_pictures_run_together(family, seed, whole):
 
 
 def drawn_prompt(chance: random.Random) -> tuple[Part, ...]:
-    """Text and up to two pictures, of two sizes; many prompts have the same ones."""
+    """Text and up to two images, of two sizes; many prompts have the same ones."""
     first = tuple(range(10, 10 + chance.choice([0, 0, 3, 8])))
-    pictures = [Picture(chance.choice([1, 1, 2, 3]), chance.random() < 0.4) for _ in range(chance.choice([0, 1, 1, 2]))]
+    images = [
+        SampleImage(chance.choice([1, 1, 2, 3]), chance.random() < 0.4) for _ in range(chance.choice([0, 1, 1, 2]))
+    ]
     parts: tuple[Part, ...] = first
-    for picture in pictures:
-        parts = (*parts, picture, *(chance.randrange(3, 100) for _ in range(chance.choice([1, 2]))))
+    for image in images:
+        parts = (*parts, image, *(chance.randrange(3, 100) for _ in range(chance.choice([1, 2]))))
     return (*parts, *range(30, 30 + chance.choice([2, 5])))
 
 
 def test_drafts_read_ids_and_no_keys(monkeypatch):
-    """What comes after a picture's token in the text is guessed, and may be the picture's next one."""
+    """What comes after an image's token in the text is guessed, and may be the image's next one."""
     read: list[Any] = []
     texts = Request.text_ids.fget
     monkeypatch.setattr(Request, "text_ids", property(lambda self: read.append(texts(self)) or read[-1]))
@@ -213,11 +215,11 @@ def test_drafts_read_ids_and_no_keys(monkeypatch):
 
 
 def test_a_prompt_that_huggingfaces_forward_refuses_ends_alone(engine):
-    """It has tokens for another picture than it gets."""
+    """It has tokens for another image than it gets."""
     bad = prompt_of("Llava", 5, CAT, 7)
     text = engine.submit([5, 6, 7], greedy(12))
     handle = engine.submit({**prompt_of(QWEN, 5, CAT, 7), "pixel_values": bad["pixel_values"]}, greedy(4))
-    with pytest.raises(compiled_llm.RequestError, match="HuggingFace's forward of its pictures has failed: "):
+    with pytest.raises(compiled_llm.RequestError, match="HuggingFace's forward of its images has failed: "):
         handle.result(PATIENCE)
     assert text.result(PATIENCE).outputs[0].token_ids == answer(QWEN, (5, 6, 7), 12)
     assert asked(engine, 5, CAT, 7).outputs[0].token_ids == answer(QWEN, (5, CAT, 7), 9)
@@ -242,7 +244,7 @@ def _counted(positions: torch.Tensor) -> torch.Tensor:
     return torch.arange(positions.shape[-1]).expand(positions.shape)
 
 
-def test_positions_without_a_pictures_offset_would_be_found(monkeypatch):
+def test_positions_without_a_images_offset_would_be_found(monkeypatch):
     prompts: list[tuple[Part, ...]] = [(5, WIDE, *range(20, 30))]
     positions = part.prompt_positions
     monkeypatch.setattr(part, "prompt_positions", lambda *given: _counted(positions(*given)))

@@ -1,4 +1,4 @@
-"""`generate` whose pictures steps read: HuggingFace's tokens, by our encoder and our prefill."""
+"""`generate` whose images steps read: HuggingFace's tokens, by our encoder and our prefill."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from compiled_llm.engine.images.encoder.encoder_step import PROGRAM as ENCODER
 from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.huggingface import images
 from support.huggingface.vision import IMAGE, make, one_image, with_images
-from support.images import Picture, prompt_of
+from support.images import SampleImage, prompt_of
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, next_turn
 
 QWEN = "Qwen3VL"
 FAMILIES = [QWEN, "Qwen2VL", "Qwen2_5_VL"]
 KEPT = {"return_dict_in_generate": True}
 WORDS = {"suppress_tokens": [*range(IMAGE, 128)]}
-"""Of answers that another turn follows: in it, their tokens of pictures would ask for features."""
+"""Of answers that another turn follows: in it, their tokens of images would ask for features."""
 
 
 def pair(family: str, seed: int, **options: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -33,13 +33,13 @@ def pair(family: str, seed: int, **options: Any) -> tuple[PreTrainedModel, PreTr
 
 
 def launches(model: PreTrainedModel) -> int:
-    """How many prefills had pictures."""
+    """How many prefills had images."""
     return model.compiled.model_runner().events.used[PROGRAM.name]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_huggingfaces(family, seed, monkeypatch):
-    """Prompts of mixed lengths, padded on the left, with one picture, none and two, cut by launches of 8 tokens."""
+    """Prompts of mixed lengths, padded on the left, with one image, none and two, cut by launches of 8 tokens."""
     encodings, features = list[Any](), images._features
     monkeypatch.setattr(images, "_features", lambda *given: encodings.append(given) or features(*given))
     plain, wrapped = pair(family, seed, prefill_tokens=8)
@@ -76,7 +76,7 @@ def test_draws_do_not_depend_on_who_computes_the_prompt(seed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_kept_cache_goes_on_with_another_picture_and_then_with_text(family, seed):
+def test_a_kept_cache_goes_on_with_another_image_and_then_with_text(family, seed):
     plain, wrapped = pair(family, seed)
     torch.testing.assert_close(three_turns(wrapped, family, seed), three_turns(plain, family, seed))
     stats = wrapped.compiled.stats()
@@ -85,8 +85,11 @@ def test_a_kept_cache_goes_on_with_another_picture_and_then_with_text(family, se
 
 
 def three_turns(model: PreTrainedModel, family: str, seed: int) -> list[Tensor]:
-    """Answers to a picture, to a wider one and to text, over one cache."""
-    first, second = one_image(family, seed), prompt_of(family, 5, Picture(seed, wide=True), 7, Picture(seed + 1), 8)
+    """Answers to an image, to a wider one and to text, over one cache."""
+    first, second = (
+        one_image(family, seed),
+        prompt_of(family, 5, SampleImage(seed, wide=True), 7, SampleImage(seed + 1), 8),
+    )
     turn = greedy(model, first, 6, **KEPT, **WORDS)
     given = {**second, **next_turn(first, turn, second["input_ids"])}
     types = second["mm_token_type_ids"]  # they mark what the cache does not hold yet
@@ -159,15 +162,15 @@ def test_other_models_are_as_without_the_option(seed):
     assert wrapped.compiled.stats().slow_paths == {"prefill": 1}
 
 
-def test_pictures_of_other_sizes_than_their_tokens_leave_the_cache_as_it_was(seed):
+def test_images_of_other_sizes_than_their_tokens_leave_the_cache_as_it_was(seed):
     plain, wrapped = pair(QWEN, seed)
     first = one_image(QWEN, seed)
     kept = greedy(wrapped, first, 6, **KEPT, **WORDS)
-    second = prompt_of(QWEN, 7, Picture(3), 8)
+    second = prompt_of(QWEN, 7, SampleImage(3), 8)
     wrong = {**second, **next_turn(first, kept, second["input_ids"].clamp(max=IMAGE - 1))}
     types = second["mm_token_type_ids"]
     wrong["mm_token_type_ids"] = pad(types, (wrong["input_ids"].shape[1] - types.shape[1], 0))
-    with pytest.raises(ValueError, match="0 tokens of pictures and features of 4 do not match"):
+    with pytest.raises(ValueError, match="0 tokens of images and features of 4 do not match"):
         greedy(wrapped, wrong, 6)
     before = greedy(plain, first, 6, **KEPT, **WORDS)
     answers = [
@@ -215,12 +218,16 @@ def logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_of_pictures_compile_nothing_after_warmup(family, seed):
+def test_sizes_of_images_compile_nothing_after_warmup(family, seed):
     plain, wrapped = pair(family, seed, mode="cuda-graphs")
     wrapped.compiled.warmup([1, 3])
     assert {PROGRAM.name, ENCODER.name} <= wrapped.compiled.model_runner().graph_manager.prefills
     before = wrapped.compiled.stats()
-    prompts = [(5, Picture(1), 7), (5, Picture(2, wide=True), 7, 8, 9), (6, Picture(1), 3, Picture(2, wide=True), 4)]
+    prompts = [
+        (5, SampleImage(1), 7),
+        (5, SampleImage(2, wide=True), 7, 8, 9),
+        (6, SampleImage(1), 3, SampleImage(2, wide=True), 4),
+    ]
     for given in (*(prompt_of(family, *parts) for parts in prompts), with_images(family, seed)):
         torch.testing.assert_close(greedy(wrapped, given, 8), greedy(plain, given, 8))
     after = wrapped.compiled.stats()

@@ -1,4 +1,4 @@
-"""Pictures as users give them: in messages, in vLLM's dictionaries, as Pillow's, as files and as bytes."""
+"""Images as users give them: in messages, in vLLM's dictionaries, as Pillow's, as files and as bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.huggingface.vision import IMAGE, make
 from support.huggingface.word_processor import as_file, painted, qwen_processor
-from support.images import Picture, prompt_of, seeing
+from support.images import SampleImage, prompt_of, seeing
 
 CAT, DOG = painted(1), painted(2, 32, 32)
 TEXT = {"type": "text", "text": " w5 w6 w7"}
 
 
-def message(*pictures: Any) -> Any:
-    return [{"role": "user", "content": [*({"type": "image", "image": picture} for picture in pictures), TEXT]}]
+def message(*images: Any) -> Any:
+    return [{"role": "user", "content": [*({"type": "image", "image": image} for image in images), TEXT]}]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def answered(engine: Engine, prompt: Any) -> list[int]:
     return list(engine.submit(prompt, greedy(8)).result(PATIENCE).outputs[0].token_ids)
 
 
-def test_messages_with_pictures_have_generates_tokens(engine, tmp_path):
+def test_messages_with_images_have_generates_tokens(engine, tmp_path):
     path = tmp_path / "cat.png"
     path.write_bytes(as_file(CAT))
     expected = huggingfaces(message(CAT, DOG))
@@ -65,7 +65,7 @@ def test_messages_with_pictures_have_generates_tokens(engine, tmp_path):
     assert output.outputs[0].text is not None
 
 
-def test_a_picture_is_turned_as_its_camera_says(engine):
+def test_a_image_is_turned_as_its_camera_says(engine):
     sideways, exif = CAT.transpose(Image.Transpose.ROTATE_90), Image.Exif()
     exif[0x0112] = 6
     assert answered(engine, message(as_file(sideways, exif=exif))) == huggingfaces(message(CAT))
@@ -73,14 +73,14 @@ def test_a_picture_is_turned_as_its_camera_says(engine):
 
 def test_vllms_dictionaries(engine):
     text = "w5 <|vision_start|><|image_pad|><|vision_end|> w6 <|vision_start|><|image_pad|><|vision_end|> w7"
-    pictures = {"image": [CAT, DOG]}
-    expected = answered(engine, {"prompt": text, "multi_modal_data": pictures})
+    images = {"image": [CAT, DOG]}
+    expected = answered(engine, {"prompt": text, "multi_modal_data": images})
     inputs = qwen_processor()(text=[text], images=[CAT, DOG], return_tensors="pt")
     assert answered(engine, inputs) == expected
     each = qwen_processor().tokenizer(text)["input_ids"]
     assert each.count(IMAGE) == 2
     for ids in (each, inputs["input_ids"][0].tolist()):
-        assert answered(engine, {"prompt_token_ids": ids, "multi_modal_data": pictures}) == expected
+        assert answered(engine, {"prompt_token_ids": ids, "multi_modal_data": images}) == expected
 
 
 def header(width: int, height: int) -> bytes:
@@ -94,7 +94,7 @@ FRAMES = as_file(CAT, "WEBP", save_all=True, append_images=[painted(3)])
 
 
 @pytest.mark.parametrize(
-    ("picture", "said"),
+    ("image", "said"),
     [
         (header(9000, 9000), "9000 x 9000 pixels, and at most 67108864 are decoded"),
         (header(1 << 15, 1 << 15), "cannot be read .*exceeds limit"),
@@ -104,17 +104,17 @@ FRAMES = as_file(CAT, "WEBP", save_all=True, append_images=[painted(3)])
         (FRAMES, "2 frames, and animations are not served"),
         (b"", "none of PNG, JPEG, WEBP"),
         ("no such file.png", "cannot be read"),
-        ("https://example.com/cat.png", "fetches no pictures from addresses"),
-        ("file:///etc/passwd", "fetches no pictures from addresses"),
-        ("data:image/png;base64,AAAA", "fetches no pictures from addresses"),
-        ("DATA:image/png;base64,AAAA", "fetches no pictures from addresses"),
-        (None, "a picture is a NoneType; give an Image of Pillow's, or the path or bytes of a file"),
+        ("https://example.com/cat.png", "fetches no images from addresses"),
+        ("file:///etc/passwd", "fetches no images from addresses"),
+        ("data:image/png;base64,AAAA", "fetches no images from addresses"),
+        ("DATA:image/png;base64,AAAA", "fetches no images from addresses"),
+        (None, "an image is a NoneType; give an Image of Pillow's, or the path or bytes of a file"),
     ],
     ids=range(13),
 )
-def test_a_picture_that_cannot_be_had(engine, picture, said):
+def test_a_image_that_cannot_be_had(engine, image, said):
     with pytest.raises(ValueError, match=f"prompt: .*{said}"):
-        engine.submit(message(picture))
+        engine.submit(message(image))
 
 
 def part(**given: Any) -> Any:
@@ -126,31 +126,34 @@ def part(**given: Any) -> Any:
     [
         (part(type="video", video="cat.mp4"), "a part of type 'video'; videos are not served"),
         (part(type="input_audio", input_audio={}), "a part of type 'input_audio'; sound is not served"),
-        (part(type="image"), r"a part of type 'image' .*pictures are \{'type': 'image', 'image': "),
+        (part(type="image"), r"a part of type 'image' .*images are \{'type': 'image', 'image': "),
         (
             part(type="image_url", image_url={"url": "x"}),
-            r"a part of type 'image_url' .*pictures are \{'type': 'image'",
+            r"a part of type 'image_url' .*images are \{'type': 'image'",
         ),
-        ({"prompt": "w1", "multi_modal_data": {"audio": 1}}, "multi_modal_data has 'audio'; pictures alone"),
+        ({"prompt": "w1", "multi_modal_data": {"audio": 1}}, "multi_modal_data has 'audio'; images alone"),
         ({"prompt": "w1", "multi_modal_data": {"image": CAT}}, "the processor has failed|none of its tokens is one"),
         (
             {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": CAT}},
-            "have 0 tokens 120 for 1 pictures|for 1 pic",
+            "have 0 tokens 120 for 1 images|for 1 pic",
         ),
-        ({**prompt_of("Qwen3VL", 5, Picture(1), 7), "pixel_values_videos": torch.ones(1)}, "videos and sound are not"),
+        (
+            {**prompt_of("Qwen3VL", 5, SampleImage(1), 7), "pixel_values_videos": torch.ones(1)},
+            "videos and sound are not",
+        ),
         ({"input_ids": torch.ones(2, 3, dtype=torch.long), "pixel_values": torch.ones(1)}, "give those of one prompt"),
-        ({**prompt_of("Qwen3VL", 5, Picture(1), 7), "attention_mask": torch.zeros(1, 9)}, "without padding"),
-        (prompt_of("Qwen3VL", 5, Picture(1))["input_ids"][:, :-1], None),
+        ({**prompt_of("Qwen3VL", 5, SampleImage(1), 7), "attention_mask": torch.zeros(1, 9)}, "without padding"),
+        (prompt_of("Qwen3VL", 5, SampleImage(1))["input_ids"][:, :-1], None),
     ],
     ids=range(11),
 )
 def test_a_prompt_that_cannot_be_had(engine, prompt, said):
     if said is None:
-        given = prompt_of("Qwen3VL", 5, Picture(1))
+        given = prompt_of("Qwen3VL", 5, SampleImage(1))
         prompt = {**given, "input_ids": prompt, **{name: given[name][:, :-1] for name in ("mm_token_type_ids",)}}
         prompt, said = (
             {name: value for name, value in prompt.items() if name != "attention_mask"},
-            "ends with a picture",
+            "ends with an image",
         )
     with pytest.raises(ValueError, match=f"prompt: .*({said})"):
         engine.submit(prompt)
@@ -158,10 +161,10 @@ def test_a_prompt_that_cannot_be_had(engine, prompt, said):
 
 
 def test_options_that_go_with_text_alone(engine, model):
-    given = prompt_of("Qwen3VL", 5, Picture(1), 7)
-    with pytest.raises(ValueError, match="prompt_logprobs: there are none of a prompt with pictures"):
+    given = prompt_of("Qwen3VL", 5, SampleImage(1), 7)
+    with pytest.raises(ValueError, match="prompt_logprobs: there are none of a prompt with images"):
         engine.submit(given, SamplingParams(prompt_logprobs=1))
-    with pytest.raises(ValueError, match="hidden_states, emitted, pooled: there are none of a prompt with pictures"):
+    with pytest.raises(ValueError, match="hidden_states, emitted, pooled: there are none of a prompt with images"):
         engine.submit(given, hidden_states=[0])
     invariant = seeing("Qwen3VL", mode="compile", batch_invariant=True)
     with Engine(invariant) as other, pytest.raises(ValueError, match="batch_invariant=True; give text"):

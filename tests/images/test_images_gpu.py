@@ -1,4 +1,4 @@
-"""An engine on a GPU, captured, in bfloat16: answers to pictures are as exact as HuggingFace's."""
+"""An engine on a GPU, captured, in bfloat16: answers to images are as exact as HuggingFace's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(
 
 
 def prompts_of(family: str, seed: int) -> list[dict[str, Tensor]]:
-    """Pictures, text, and the first picture again.
+    """Images, text, and the first image again.
 
     One prompt says little: over three, HuggingFace's own eager attention is at 0.9 to 1.23 times the error of its SDPA,
     over 16 at 0.95 to 1.06 (Qwen3-VL-MoE on a CPU, 20 and 10 seeds). A near tie of a router in a prompt changes all of
@@ -90,7 +90,7 @@ def test_answers_of_an_engine_are_as_exact_as_huggingfaces(family: str, in_steps
 
 @pytest.mark.parametrize("family", IN_STEPS)
 def test_an_encoder_is_captured_and_as_exact_as_huggingfaces(family: str, seed: int) -> None:
-    """Pictures that a graph holds, with several at once, and one that is larger than all."""
+    """Images that a graph holds, with several at once, and one that is larger than all."""
     twins = twins_of(of_family(family, seed).to("cuda", torch.bfloat16), mode="cuda-graphs", max_batch_size=4)
     runner = twins.wrapped.compiled.model_runner()
     wrapped: Any = twins.wrapped

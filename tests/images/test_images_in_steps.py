@@ -1,4 +1,4 @@
-"""Steps that read pictures, in chunks beside other rows: tokens of HuggingFace's `generate` alone."""
+"""Steps that read images, in chunks beside other rows: tokens of HuggingFace's `generate` alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from compiled_llm.execution.prefill.extra_memory import ExtraMemory
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.execution.stand_in_cuda_graphs import NoGuards, StandInGraphCapture, let_a_cpu_capture
-from support.images import Part, Picture, answer, prompt_of, seeing
+from support.images import Part, SampleImage, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
 QWEN = "Qwen3VL"
 FAMILIES = [QWEN, "Qwen2VL", "Qwen2_5_VL"]
-CAT, DOG, WIDE = Picture(1), Picture(2), Picture(3, wide=True)
+CAT, DOG, WIDE = SampleImage(1), SampleImage(2), SampleImage(3, wide=True)
 LONG = tuple(range(40, 60))
 
 
@@ -38,7 +38,7 @@ def never_by_huggingface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, str]]:
-    """Its launches have eight tokens at most, so that chunks cut pictures."""
+    """Its launches have eight tokens at most, so that chunks cut images."""
     model = seeing(request.param, prefill_tokens=8)
     with Engine(model, mixed=True, images_in_steps=True) as running:
         yield running, request.param
@@ -46,8 +46,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, str]]:
 
 
 def begun(engine: Engine, family: str, parts: tuple[Part, ...], **options: Any) -> Any:
-    pictured = any(isinstance(part, Picture) for part in parts)
-    return engine.submit(prompt_of(family, *parts) if pictured else list(parts), greedy(9), **options)
+    has_images = any(isinstance(part, SampleImage) for part in parts)
+    return engine.submit(prompt_of(family, *parts) if has_images else list(parts), greedy(9), **options)
 
 
 def assert_answers(engine: Engine, family: str, *prompts: tuple[Part, ...], **options: Any) -> list[int]:
@@ -58,19 +58,19 @@ def assert_answers(engine: Engine, family: str, *prompts: tuple[Part, ...], **op
     return [own.cached_tokens for own in outputs]
 
 
-def test_chunks_cut_pictures(engine):
+def test_chunks_cut_images(engine):
     assert_answers(*engine, (5, WIDE, 7, 8))
     assert_answers(*engine, (*LONG, WIDE, 7, DOG, 8), cache_salt="other")
 
 
 @pytest.mark.drawn(most=1)
-def test_pictures_and_text_run_in_one_launch(engine):
+def test_images_and_text_run_in_one_launch(engine):
     before = engine[0].stats().mixed_steps
     assert_answers(*engine, (5, 6), (9, CAT, 7), (7, 8, 9), (CAT, 3, WIDE, 5), (*LONG, 4), (6, WIDE, *LONG))
     assert engine[0].stats().mixed_steps > before
 
 
-def test_prompts_begin_inside_a_picture(engine):
+def test_prompts_begin_inside_a_image(engine):
     assert assert_answers(*engine, (4, WIDE, 7, 8)) == [0]
     assert assert_answers(*engine, (4, WIDE, CAT, 9, 8)) == [8]
     assert assert_answers(*engine, (4, WIDE, 7, *LONG)) == [12]
@@ -86,19 +86,19 @@ def test_draws_do_not_depend_on_who_computes(seed, monkeypatch):
     assert drawn[0] == drawn[1]
 
 
-def test_rows_that_lose_their_pages_show_their_pictures_again(seed):
+def test_rows_that_lose_their_pages_show_their_images_again(seed):
     chance = random.Random(seed)
     model = seeing("Qwen2_5_VL", tokens=80, prefill_tokens=16)
     with Engine(model, max_num_seqs=4, admission="greedy", images_in_steps=True) as engine:
         prompts = [
-            (number, Picture(number % 3, number % 2 == 0), *LONG[: chance.choice([2, 9])]) for number in range(9)
+            (number, SampleImage(number % 3, number % 2 == 0), *LONG[: chance.choice([2, 9])]) for number in range(9)
         ]
         assert_answers(engine, "Qwen2_5_VL", *prompts)
         assert engine.stats().preemptions
     assert_account_is_empty(model)
 
 
-def test_hidden_states_of_text_come_beside_pictures(engine):
+def test_hidden_states_of_text_come_beside_images(engine):
     running, family = engine
     alone = running.submit([5, 6, 7], greedy(3), hidden_states=[1]).result(PATIENCE).outputs[0].hidden_states
     shown = begun(running, family, (*LONG, WIDE, 7))
@@ -118,7 +118,7 @@ def differing(*prompts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
 
 
 def test_features_without_those_of_further_layers_would_be_found(monkeypatch):
-    prompt = (5, Picture(4, wide=True), 7, 8)
+    prompt = (5, SampleImage(4, wide=True), 7, 8)
     assert differing(prompt) == []
     forward = shown.deep_forward
     monkeypatch.setattr(shown, "deep_forward", lambda *model, deep, **given: forward(*model, deep=deep * 0, **given))
@@ -144,8 +144,8 @@ def test_features_of_other_tokens_would_be_found(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_launches_with_pictures_are_captured_and_replayed_as_those_of_text(family, monkeypatch):
-    """On a CPU, where a replay launches once more: over the tensors that were captured, filled with other pictures."""
+def test_launches_with_images_are_captured_and_replayed_as_those_of_text(family, monkeypatch):
+    """On a CPU, where a replay launches once more: over the tensors that were captured, filled with other images."""
     let_a_cpu_capture(monkeypatch)
     model = seeing(family)
     prompts: list[tuple[Part, ...]] = [(5, CAT, 7), (6, WIDE, 7, 8, 9), (5, 6, 7), (9, CAT, 3, WIDE, 4, DOG, 1)]
@@ -163,7 +163,7 @@ def test_launches_with_pictures_are_captured_and_replayed_as_those_of_text(famil
 
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_a_warmup_first_pictures_are_replayed_and_so_they_are_after_sleep(family, monkeypatch):
+def test_after_a_warmup_first_images_are_replayed_and_so_they_are_after_sleep(family, monkeypatch):
     """In the next larger of a few sizes; sleep gives the CUDA graphs back, and wake captures them again."""
     let_a_cpu_capture(monkeypatch)
     model = seeing(family)
@@ -192,7 +192,7 @@ def test_after_a_warmup_first_pictures_are_replayed_and_so_they_are_after_sleep(
     assert_account_is_empty(model)
 
 
-def test_a_replay_over_pictures_of_an_earlier_launch_would_be_found(monkeypatch):
+def test_a_replay_over_images_of_an_earlier_launch_would_be_found(monkeypatch):
     let_a_cpu_capture(monkeypatch)
     fill, filled = ExtraMemory.filled, list[Any]()
 
@@ -203,7 +203,7 @@ def test_a_replay_over_pictures_of_an_earlier_launch_would_be_found(monkeypatch)
 
     monkeypatch.setattr(ExtraMemory, "filled", only_first)
     with Engine(seeing(QWEN), images_in_steps=True, prefix_cache=False) as engine:
-        prompts = [(5, Picture(number, wide=True), 7, 8) for number in range(4)]
+        prompts = [(5, SampleImage(number, wide=True), 7, 8) for number in range(4)]
         answers = [engine.submit(prompt_of(QWEN, *parts), greedy(20)).result(PATIENCE).outputs[0] for parts in prompts]
         assert [own.token_ids for own in answers] != [answer(QWEN, parts, 20) for parts in prompts]
 
@@ -213,7 +213,7 @@ def test_a_replay_over_pictures_of_an_earlier_launch_would_be_found(monkeypatch)
 
 @pytest.mark.whole
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_of_pictures_compile_nothing_after_warmup(family):
+def test_sizes_of_images_compile_nothing_after_warmup(family):
     model = seeing(family, mode="cuda-graphs", eager_first=False)
     with Engine(model, images_in_steps=True) as engine:
         engine.warmup(1)

@@ -55,7 +55,7 @@ def test_one_that_would_become_gigabytes_is_refused_before_the_processor_runs():
     processor = NeverAsked(image_processor=image_processor("CLIP", **LLAVA))
     image = Image.new("RGB", (3000, 1))
     said = "3,000 x 1 pixels, of which the model's processor makes 1,008,000 x 336, and at most 67,108,864 are made"
-    with pytest.raises(ValueError, match=f"prompt: a picture has {said}"):
+    with pytest.raises(ValueError, match=f"prompt: an image has {said}"):
         inputs_of({"prompt": "w1", "multi_modal_data": {"image": image}}, processor, IMAGE)
     with pytest.raises(ValueError, match=said):
         inputs_of([{"role": "user", "content": [{"type": "image", "image": image}]}], processor, IMAGE)

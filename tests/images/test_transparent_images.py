@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from compiled_llm.engine.images.image_files import as_read_by, opened
 from compiled_llm.engine.images.inputs import inputs_of
-from compiled_llm.engine.images.pictures import as_read_by, opened
 from support.huggingface.vision import IMAGE
 from support.huggingface.word_processor import as_file, image_processor, painted, qwen_processor
 

@@ -1,4 +1,4 @@
-"""Steps compute prompts with pictures unless somebody says otherwise: where CUDA graphs are captured, and they can."""
+"""Steps compute prompts with images unless somebody says otherwise: where CUDA graphs are captured, and they can."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.images.shown_step import PROGRAM
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.huggingface.vision import with_images
-from support.images import Picture, answer, prompt_of, seeing
+from support.images import SampleImage, answer, prompt_of, seeing
 from support.parity import greedy as generated
 
 
@@ -52,7 +52,7 @@ def test_engines_and_generate_go_by_what_the_device_says(as_on_cuda, asked, seed
     generated(model, with_images("Qwen3VL", seed), 2)
     by_generate = launches(model)
     with Engine(model) as engine:
-        parts = (5, Picture(1), 7)
+        parts = (5, SampleImage(1), 7)
         output = engine.submit(prompt_of("Qwen3VL", *parts), greedy(4)).result(PATIENCE)
         assert output.outputs[0].token_ids == answer("Qwen3VL", parts, 4)
     assert [by_generate > 0, launches(model) > by_generate] == [asked is None] * 2
@@ -63,18 +63,18 @@ def launches(model: PreTrainedModel) -> int:
     return used
 
 
-def test_pictures_of_other_models_are_counted_and_the_log_says_so_once(as_on_cuda, caplog):
+def test_images_of_other_models_are_counted_and_the_log_says_so_once(as_on_cuda, caplog):
     model = seeing("Llava", images_in_steps=True)
     with Engine(model) as engine, caplog.at_level(logging.WARNING, "compiled_llm"):
         for number in range(3):
-            parts = (5, Picture(number), 7)
+            parts = (5, SampleImage(number), 7)
             output = engine.submit(prompt_of("Llava", *parts), greedy(4)).result(PATIENCE)
             assert output.outputs[0].token_ids == answer("Llava", parts, 4)
     assert model.compiled.stats().slow_paths == {"prefill": 3}
-    assert len([text for text in caplog.messages if "steps read no pictures of Llava" in text]) == 1
+    assert len([text for text in caplog.messages if "steps read no images of Llava" in text]) == 1
 
 
-def test_a_warm_up_prepares_pictures_of_models_with_eyes_alone(as_on_cuda, monkeypatch):
+def test_a_warm_up_prepares_images_of_models_with_eyes_alone(as_on_cuda, monkeypatch):
     prepared: list[object] = []
     monkeypatch.setattr("compiled_llm.engine.images.part.prepare", lambda runner, report: prepared.append(runner))
     sees, text = seeing("Qwen3VL"), wrapped()

@@ -115,7 +115,7 @@ def tracked_after(engine: Engine, tokens: int) -> int:
     return found
 
 
-def test_pictures_without_a_processor_are_refused_with_the_way_that_works(engine: Engine) -> None:
+def test_images_without_a_processor_are_refused_with_the_way_that_works(engine: Engine) -> None:
     taken = trainer(engine.model)
     sample_with(engine, taken)
     with pytest.raises(ValueError, match=r"make it Engine\(model, processor=...\) with the trainer's processing_class"):

@@ -1,4 +1,4 @@
-"""Bounds of pictures that a server is told: which there are, and which are impossible."""
+"""Bounds of images that a server is told: which there are, and which are impossible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_impossible_settings_are_refused(wrong, words):
         ApiServerSettings(names=("a",), **wrong)
 
 
-def test_bodies_are_longer_where_pictures_are_read():
+def test_bodies_are_longer_where_images_are_read():
     settings = ApiServerSettings(names=("a",))
     assert [settings.body_bytes(images) for images in (False, True)] == [2**23, 2**25]
     assert ApiServerSettings(names=("a",), max_body_bytes=9).body_bytes(True) == 9

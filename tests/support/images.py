@@ -1,4 +1,4 @@
-"""Prompts with pictures as a processor returns them, and tokens that HuggingFace answers them with."""
+"""Prompts with images as a processor returns them, and tokens that HuggingFace answers them with."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import compiled_llm
 from support.huggingface.vision import END, IMAGE, START, make
 
 
-class Picture(NamedTuple):
-    """A picture of random pixels, of 4 tokens or, if it is ``wide``, of 8 where a family has sizes."""
+class SampleImage(NamedTuple):
+    """An image of random pixels, of 4 tokens or, if it is ``wide``, of 8 where a family has sizes."""
 
     seed: int
     wide: bool = False
 
 
-Part = int | Picture
+Part = int | SampleImage
 
 
 def prompt_of(family: str, *parts: Part) -> dict[str, Tensor]:
-    """What a processor of a family makes of text and pictures."""
-    pictures = [part for part in parts if isinstance(part, Picture)]
+    """What a processor of a family makes of text and images."""
+    images = [part for part in parts if isinstance(part, SampleImage)]
     ids: list[int] = []
     for part in parts:
         ids += [part] if isinstance(part, int) else [START, *[IMAGE] * _tokens(family, part), END]
@@ -34,15 +34,15 @@ def prompt_of(family: str, *parts: Part) -> dict[str, Tensor]:
     types = (input_ids == IMAGE).long()
     if family == "Gemma3":
         given["token_type_ids"] = types
-    if not pictures:
+    if not images:
         return given
     if not _by_patches(family):
         size = 32 if family == "Mistral3" else 16
-        sizes = {"image_sizes": torch.tensor([[size, size]] * len(pictures))} if family == "Mistral3" else {}
-        pixels = torch.cat([_random(picture.seed, 1, 3, size, size) for picture in pictures])
+        sizes = {"image_sizes": torch.tensor([[size, size]] * len(images))} if family == "Mistral3" else {}
+        pixels = torch.cat([_random(image.seed, 1, 3, size, size) for image in images])
         return {**given, "pixel_values": pixels, **sizes}
-    grid = torch.tensor([[1, 4, 8 if picture.wide else 4] for picture in pictures])
-    patches = torch.cat([_random(picture.seed, 32 if picture.wide else 16, 96) for picture in pictures])
+    grid = torch.tensor([[1, 4, 8 if image.wide else 4] for image in images])
+    patches = torch.cat([_random(image.seed, 32 if image.wide else 16, 96) for image in images])
     return {**given, "mm_token_type_ids": types, "pixel_values": patches, "image_grid_thw": grid}
 
 
@@ -50,10 +50,10 @@ def _by_patches(family: str) -> bool:
     return family.startswith(("Qwen", "Glm"))
 
 
-def _tokens(family: str, picture: Picture) -> int:
+def _tokens(family: str, image: SampleImage) -> int:
     if family == "InternVL":
         return 1
-    return 8 if picture.wide and _by_patches(family) else 4
+    return 8 if image.wide and _by_patches(family) else 4
 
 
 def _random(seed: int, *shape: int) -> Tensor:

@@ -73,7 +73,7 @@ needs_blocks = pytest.mark.skipif(
 
 
 def model_with_other_latents(seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Mistral Large 4 with a picture tower; latents of layers without rotary embedding have no rotated part."""
+    """Mistral Large 4 with an image tower; latents of layers without rotary embedding have no rotated part."""
     sizes = {name: value for name, value in LATENT.items() if name != "q_lora_rank"}
     indexer = {"index_topk": TOP, "index_n_heads": 32, "index_head_dim": INDEX}
     text = {"model_type": "mistral_large4_text", **sizes, **indexer, "no_rope_layers": [1, 1, 1], **overrides}

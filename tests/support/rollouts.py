@@ -25,8 +25,8 @@ ANSWER = 6
 GROUP = 4
 """Answers to a prompt."""
 PROMPTS = tuple({"prompt": text} for text in ("abc", "hello you", "one", "the"))
-OF_PICTURES = frozenset({"pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids"})
-"""What a training step has of pictures."""
+OF_IMAGES = frozenset({"pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids"})
+"""What a training step has of images."""
 
 Rollout = tuple[list[list[int]], list[list[float]]]
 """Tokens of answers, and the log-probability of each."""
@@ -75,9 +75,9 @@ class Recorded(GRPOTrainer):
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         shown = batch["completion_mask"]
         mask = torch.cat([batch["prompt_mask"], shown], dim=1)
-        pictures = {name: value for name, value in batch.items() if name in OF_PICTURES}
+        images = {name: value for name, value in batch.items() if name in OF_IMAGES}
         with torch.no_grad(), disable_gradient_checkpointing(self.model):
-            forward = self._get_per_token_logps_and_entropies(self.model, ids, mask, shown.shape[1], **pictures)[0]
+            forward = self._get_per_token_logps_and_entropies(self.model, ids, mask, shown.shape[1], **images)[0]
         drawn = shown * batch.get("tool_mask", 1)  # and not what tools have said
         self.forward.append(forward * drawn)
         sampled = batch.get("sampling_per_token_logps")

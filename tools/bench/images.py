@@ -1,12 +1,12 @@
-"""Prompts with a picture: first tokens, tokens after it, and what text streams beside pictures feel.
+"""Prompts with an image: first tokens, tokens after it, and what text streams beside images feel.
 
 python tools/bench/images.py --model qwen3-vl-4b
 python tools/bench/images.py --model tiny --side 8 --text 20 --seconds 2 --mode eager --device cpu
 
 HuggingFace's ``model(...)``, a wrapped ``generate`` and an engine answer the same prompts in turns. Weights and pixel
 values are random; these are made where the model is, and an engine has them on the host, too, where a processor
-leaves them. Of an engine and of ``generate``, once steps read pictures, and once HuggingFace's forward computes
-prompts. Each first token of an engine is that of a picture which it has not seen, unless a line says "again".
+leaves them. Of an engine and of ``generate``, once steps read images, and once HuggingFace's forward computes
+prompts. Each first token of an engine is that of an image which it has not seen, unless a line says "again".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     text: dict[str, Any]
     vision: dict[str, Any]
     axes: list[int]
-    image: int  # the id of a picture's tokens; those after it begin and end one
+    image: int  # the id of an image's tokens; those after it begin and end one
 
 
 SIZES = {
@@ -109,19 +109,19 @@ def build(name: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 class Prompts:
-    """What a processor makes of a picture in the middle of text, and text of that length."""
+    """What a processor makes of an image in the middle of text, and text of that length."""
 
     def __init__(self, model: Any, side: int, text: int) -> None:
-        """A picture is a square of so many patches a side."""
+        """An image is a square of so many patches a side."""
         self._model, self._side, self._text = model, side, text
         self._generator = torch.Generator(model.device).manual_seed(7)
 
     @property
     def length(self) -> int:
-        return int(self.of_picture()["input_ids"].shape[1])
+        return int(self.of_image()["input_ids"].shape[1])
 
-    def of_picture(self, where: Any = None) -> dict[str, Tensor]:
-        """Return the inputs of a picture that nobody has seen, and of text before and after it; where the model is."""
+    def of_image(self, where: Any = None) -> dict[str, Tensor]:
+        """Return the inputs of an image that nobody has seen, and of text before and after it; where the model is."""
         model, config = self._model, self._model.config
         vision, image = config.vision_config, config.image_token_id
         size = 3 * vision.temporal_patch_size * vision.patch_size**2
@@ -179,7 +179,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def gaps_beside(engine: Engine, prompts: Prompts, seconds: float, every: float | None) -> list[float]:
-    """Return the gaps between tokens of text streams, in ms, with a new picture so often."""
+    """Return the gaps between tokens of text streams, in ms, with a new image so often."""
     ends = time.perf_counter() + seconds
     gaps: list[list[float]] = [[] for _ in range(STREAMS)]
 
@@ -198,7 +198,7 @@ def gaps_beside(engine: Engine, prompts: Prompts, seconds: float, every: float |
         thread.start()
     while every is not None and time.perf_counter() + every < ends:
         time.sleep(every)
-        engine.submit(prompts.of_picture("cpu"), greedy(16))
+        engine.submit(prompts.of_image("cpu"), greedy(16))
     for thread in threads:
         thread.join()
     return sorted(gap for own in gaps for gap in own)
@@ -210,11 +210,11 @@ def measure_parts(model: Any, prompts: Prompts, watch: Stopwatch) -> None:
     with torch.no_grad():
         watch.ms(
             "HuggingFace: encoder alone",
-            prompts.of_picture,
+            prompts.of_image,
             lambda given: encoder(given["pixel_values"].to(model.dtype), grid_thw=given["image_grid_thw"]),
         )
         forward = lambda given: model(**given, logits_to_keep=1)  # noqa: E731
-        watch.ms("HuggingFace: model(...), picture", prompts.of_picture, forward)
+        watch.ms("HuggingFace: model(...), image", prompts.of_image, forward)
         watch.ms("HuggingFace: model(...), text of that length", prompts.of_text, forward)
 
 
@@ -222,7 +222,7 @@ def measure_generate(model: Any, prompts: Prompts, watch: Stopwatch, new: int, w
     def generate(tokens: int) -> Callable[[Any], Any]:
         return lambda given: model.generate(**given, max_new_tokens=tokens, do_sample=False)
 
-    for name, given in (("text of that length", prompts.of_text), ("picture", prompts.of_picture)):
+    for name, given in (("text of that length", prompts.of_text), ("image", prompts.of_image)):
         first = watch.ms(f"{who}: first token, {name}", given, generate(1))
         whole = watch.ms(f"{who}: {new + 1} tokens, {name}", given, generate(new + 1))
         watch.note(f"{who}: a token after it, {name}", (whole - first) / new)
@@ -236,33 +236,33 @@ def measure_engine(engine: Engine, prompts: Prompts, watch: Stopwatch, new: int,
         ids: list[int] = prompts.of_text()["input_ids"][0].tolist()
         return ids
 
-    seen, fresh = prompts.of_picture("cpu"), count(5)
+    seen, fresh = prompts.of_image("cpu"), count(5)
 
     def with_other_text() -> dict[str, Tensor]:
-        """Return the same picture after a text that begins with a token of its own."""
+        """Return the same image after a text that begins with a token of its own."""
         ids = seen["input_ids"].clone()
         ids[0, 0] = next(fresh)
         return {**seen, "input_ids": ids}
 
     ask(1)(seen)
-    for what, given in (("text of that length", text), ("picture", lambda: prompts.of_picture("cpu"))):
+    for what, given in (("text of that length", text), ("image", lambda: prompts.of_image("cpu"))):
         first = watch.ms(f"{name}: first token, {what}", given, ask(1))
         whole = watch.ms(f"{name}: {new + 1} tokens, {what}", given, ask(new + 1))
         watch.note(f"{name}: a token after it, {what}", (whole - first) / new)
-    watch.ms(f"{name}: first token, pixels on the device", prompts.of_picture, ask(1))
+    watch.ms(f"{name}: first token, pixels on the device", prompts.of_image, ask(1))
     again = text()
     watch.ms(f"{name}: first token, the same text of that length again", lambda: again, ask(1))
-    watch.ms(f"{name}: first token, the same picture and text again", lambda: seen, ask(1))
-    watch.ms(f"{name}: first token, the same picture, other text before", with_other_text, ask(1))
+    watch.ms(f"{name}: first token, the same image and text again", lambda: seen, ask(1))
+    watch.ms(f"{name}: first token, the same image, other text before", with_other_text, ask(1))
 
 
 def measure_streams(
     engine: Engine, prompts: Prompts, watch: Stopwatch, seconds: float, every: float, name: str
 ) -> None:
     gaps_beside(engine, prompts, min(2.0, seconds), None)  # captures what is missed
-    gaps_beside(engine, prompts, min(2.0, seconds), min(every, seconds / 3))  # and beside pictures
+    gaps_beside(engine, prompts, min(2.0, seconds), min(every, seconds / 3))  # and beside images
     beside = f"{name}: {STREAMS} streams"
-    for what, apart in ((f"{beside} alone", None), (f"{beside}, a picture each {every} s", every)):
+    for what, apart in ((f"{beside} alone", None), (f"{beside}, an image each {every} s", every)):
         gaps = gaps_beside(engine, prompts, seconds, apart)
         p50, p99, worst = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)], gaps[-1]
         watch.note(f"{what}: gap, p50", p50)
@@ -271,11 +271,11 @@ def measure_streams(
 
 def main(
     model: Annotated[str, typer.Option(help=f"Random weights in the shape of {', '.join(SIZES)}.")] = "qwen3-vl-4b",
-    side: Annotated[int, typer.Option(help="Patches of 16 pixels along a side of the square picture; even.")] = 64,
+    side: Annotated[int, typer.Option(help="Patches of 16 pixels along a side of the square image; even.")] = 64,
     text: Annotated[int, typer.Option(help="Tokens of text.")] = 300,
     new: Annotated[int, typer.Option(help="Tokens after the first.")] = 64,
     seconds: Annotated[float, typer.Option(help="How long streams are followed.")] = 8.0,
-    every: Annotated[float, typer.Option(help="Seconds between pictures beside streams.")] = 1.0,
+    every: Annotated[float, typer.Option(help="Seconds between images beside streams.")] = 1.0,
     runs: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 5,
     only: Annotated[str, typer.Option(help="parts, generate, engine and streams, comma-separated.")] = (
         "parts,engine,streams,generate"
@@ -284,14 +284,14 @@ def main(
     device: DeviceName = "auto",
     json: Json = None,
 ) -> None:
-    """Measure prompts with one picture."""
+    """Measure prompts with one image."""
     if model not in SIZES:
         raise SystemExit(f"--model {model}: give one of {', '.join(SIZES)}")
     parts: Sequence[str] = only.split(",")
     where = device_of(device)
     plain, watch = build(model, dtype_of("auto", where), where), Stopwatch(where, runs)
     prompts = Prompts(plain, side, text)
-    print(f"prompt of {prompts.length} tokens, {side * side // 4} of them the picture's", flush=True)
+    print(f"prompt of {prompts.length} tokens, {side * side // 4} of them the image's", flush=True)
     if "parts" in parts:
         measure_parts(plain, prompts, watch)
     tokens = 4 * STREAMS * 512 + 16 * prompts.length

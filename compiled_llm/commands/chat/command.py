@@ -116,8 +116,8 @@ def _own_model(
     """Load a model, and compile what a chat needs; ValueError or RuntimeError if that cannot be."""
     with importing(not quiet):
         import compiled_llm
+        from compiled_llm.commands.loading.image_processor import encode_seen, load_processor, seeing_place
         from compiled_llm.commands.loading.load import load
-        from compiled_llm.commands.loading.processor import encode_seen, load_processor, seeing_place
         from compiled_llm.requests.default_sampling import default_sampling
 
     device = options.checked_device()

@@ -79,8 +79,8 @@ class GenerateRequest(OptionGroup):
 
             import compiled_llm
             from compiled_llm.commands.generate.streamer import AnswerStreamer
+            from compiled_llm.commands.loading.image_processor import encode_seen, load_processor, seeing_place
             from compiled_llm.commands.loading.load import load
-            from compiled_llm.commands.loading.processor import encode_seen, load_processor, seeing_place
             from compiled_llm.execution.limits import check_fits
 
         device = options.checked_device()

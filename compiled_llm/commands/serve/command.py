@@ -247,8 +247,8 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     worker = grammars.start_worker() if grammars else None
     with importing(served.shows_progress):
         import compiled_llm
+        from compiled_llm.commands.loading.image_processor import load_processor, processor_place
         from compiled_llm.commands.loading.load import fetched, load
-        from compiled_llm.commands.loading.processor import load_processor, processor_place
         from compiled_llm.server.engine_process.facts import ready_of
 
     source = fetched(source, progress=served.shows_progress)

@@ -1,1 +1,1 @@
-"""Private parts of transformers that pictures need; ``huggingface.py`` has those of all models."""
+"""Private parts of transformers that images need; ``huggingface.py`` has those of all models."""

@@ -1,7 +1,7 @@
-"""The positions of a prompt with pictures, as ``generate`` counts them: a private method of transformers.
+"""The positions of a prompt with images, as ``generate`` counts them: a private method of transformers.
 
 ``GenerationMixin._prepare_position_ids_for_generation``: an engine has to know positions before anything runs. Without
-it, engines refuse pictures; ends when models have a public method that returns positions. Some models keep the
+it, engines refuse images; ends when models have a public method that returns positions. Some models keep the
 difference to the length in ``rope_deltas``, for a second turn of ``generate``: the copy that is given here keeps it.
 """
 

@@ -4,8 +4,8 @@
 | --- | --- | --- | --- |
 | ``transformers.vision_utils`` (from 5.17 on, or earlier), whose results a forward takes as arguments of their own | \
 encoders that are compiled once for all sizes | HuggingFace's encoder runs | a processor returns them |
-| ``"flash" in config._attn_implementation``, by which all pictures are handed over with their starts in one call | \
-attention as one op | lengths are read on the host, and pictures attended to one by one | attention functions say so |
+| ``"flash" in config._attn_implementation``, by which all images are handed over with their starts in one call | \
+attention as one op | lengths are read on the host, and images attended to one by one | attention functions say so |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.vision_utils import (
 )
 
 SEGMENTS = "compiled_llm_flash_segments"
-"""The name of an attention implementation to which encoders hand over all pictures with their starts."""
+"""The name of an attention implementation to which encoders hand over all images with their starts."""
 
 
 def of_grid(encoder: Any, grid: Tensor) -> dict[str, Tensor]:

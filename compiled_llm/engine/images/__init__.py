@@ -1,1 +1,1 @@
-"""Pictures in prompts of an engine."""
+"""Images in prompts of an engine."""

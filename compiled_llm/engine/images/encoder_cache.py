@@ -1,6 +1,6 @@
-"""What encoders have made of pictures, by hashes of their pixels: a picture that comes again is not computed again."""
+"""What encoders have made of images, by hashes of their pixels: an image that comes again is not computed again."""
 
-# The prefix cache has a picture after the same text, while its pages are there; this has it after any other text, too.
+# The prefix cache has an image after the same text, while its pages are there; this has it after any other text, too.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = "encoder_cache"
 
 
 class Features(NamedTuple):
-    """What an encoder returned for one picture, or for all of a prompt."""
+    """What an encoder returned for one image, or for all of a prompt."""
 
     kind: type  # the class of it
     fields: dict[str, Any]  # tensors, and lists of them
@@ -30,7 +30,7 @@ class Features(NamedTuple):
 
 
 class EncoderCache:
-    """Features of pictures on the model's device; the least recently used go first.
+    """Features of images on the model's device; the least recently used go first.
 
     Attributes:
         nbytes: what they take.

@@ -1,4 +1,4 @@
-"""Hashes of pixels, by several threads: of a picture of a million pixels a processor has made twelve megabytes."""
+"""Hashes of pixels, by several threads: of an image of a million pixels a processor has made twelve megabytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inputs that a processor makes of prompts with pictures: of messages, or of vLLM's dictionaries."""
+"""The inputs that a processor makes of prompts with images: of messages, or of vLLM's dictionaries."""
 
 # Shapes: T tokens of a prompt.
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compiled_llm.engine.images.pictures import MOST_PIXELS, UnreadError, as_read_by, opened
+from compiled_llm.engine.images.image_files import MOST_PIXELS, UnreadError, as_read_by, opened
 from compiled_llm.engine.images.scaling import oversized
 from compiled_llm.requests.users_code import described
 
@@ -24,19 +24,19 @@ def inputs_of(prompt: Any, processor: Any, image_token: int) -> dict[str, Any]:
     Args:
         prompt: messages, one of vLLM's dictionaries, or what the processor returned.
         processor: the engine's; None if it has none.
-        image_token: the id that tokens of pictures have in the model.
+        image_token: the id that tokens of images have in the model.
     """
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         return {name: value for name, value in prompt.items() if value is not None}
     if processor is None:
         raise ValueError(
-            "prompt: it has a picture, and the engine has no processor; give compiled_llm.Engine(model, "
+            "prompt: it has an image, and the engine has no processor; give compiled_llm.Engine(model, "
             "processor=AutoProcessor.from_pretrained(...))"
         )
     own = getattr(processor, "image_token_id", None)
     if own is not None and own != image_token:
         raise ValueError(
-            f"prompt: pictures are tokens {own} to the engine's processor and {image_token} to its model; give the "
+            f"prompt: images are tokens {own} to the engine's processor and {image_token} to its model; give the "
             "processor of this model"
         )
     if isinstance(prompt, Mapping):
@@ -47,12 +47,12 @@ def inputs_of(prompt: Any, processor: Any, image_token: int) -> dict[str, Any]:
 
 
 def _of_messages(messages: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:
-    loaded = [_with_pictures(message, processor) for message in messages]
+    loaded = [_with_images(message, processor) for message in messages]
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     return _asked(processor.apply_chat_template, loaded, add_generation_prompt=True, **options)
 
 
-def _with_pictures(message: Any, processor: Any) -> object:
+def _with_images(message: Any, processor: Any) -> object:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, (list, tuple)):
         return message
@@ -67,18 +67,18 @@ def _part(part: Any, processor: Any) -> Any:
         raise ValueError(f"prompt: a message has a part of type {kind!r}; {_NOT_SERVED[kind]} not served")
     if kind != "image" or "image" not in part:
         raise ValueError(
-            f"prompt: a message has a part {_shown(part)}; pictures are {{'type': 'image', 'image': ...}}, an Image of "
+            f"prompt: a message has a part {_shown(part)}; images are {{'type': 'image', 'image': ...}}, an Image of "
             "Pillow's, or the path or the bytes of a file"
         )
     return {"type": "image", "image": _given(part["image"], processor)}
 
 
-def _given(picture: object, processor: object) -> Any:
-    """Return a picture as the processor is given it; ValueError if it cannot be had, or is made too large."""
-    image = opened(picture)
+def _given(given: object, processor: object) -> Any:
+    """Return an image as the processor is given it; ValueError if it cannot be had, or is made too large."""
+    image = opened(given)
     image_processor = getattr(processor, "image_processor", None)
     if (why := oversized(image_processor, *image.size, MOST_PIXELS)) is not None:
-        raise ValueError(f"prompt: a picture {why}")
+        raise ValueError(f"prompt: an image {why}")
     return as_read_by(image_processor, image)
 
 
@@ -91,15 +91,15 @@ def _of_dictionary(prompt: Mapping[str, Any], processor: object, image_token: in
     data = prompt["multi_modal_data"]
     for name in data if isinstance(data, Mapping) else ():
         if name != "image":
-            raise ValueError(f"prompt: multi_modal_data has {name!r}; pictures alone are served, under 'image'")
+            raise ValueError(f"prompt: multi_modal_data has {name!r}; images alone are served, under 'image'")
     given = data.get("image") if isinstance(data, Mapping) else None
-    pictures = [_given(picture, processor) for picture in (given if isinstance(given, (list, tuple)) else [given])]
+    images = [_given(image, processor) for image in (given if isinstance(given, (list, tuple)) else [given])]
     for name in prompt:
         if name not in ("prompt", "prompt_token_ids", "multi_modal_data") and prompt[name] is not None:
             raise ValueError(f"prompt: {name!r} is not served beside multi_modal_data; leave it out")
     if (ids := prompt.get("prompt_token_ids")) is not None:
-        return _of_ids(np.asarray(ids, dtype=np.int64), pictures, processor, image_token)
-    return inputs_of_text(prompt.get("prompt"), pictures, processor)
+        return _of_ids(np.asarray(ids, dtype=np.int64), images, processor, image_token)
+    return inputs_of_text(prompt.get("prompt"), images, processor)
 
 
 def inputs_of_text(text: object, images: Sequence[Any], processor: object) -> Mapping[str, Any]:
@@ -114,27 +114,25 @@ def _without_a_second_beginning(text: object, processor: object) -> dict[str, An
     return {"add_special_tokens": False} if begin and isinstance(text, str) and text.startswith(begin) else {}
 
 
-def _of_ids(ids: NDArray[np.int64], pictures: Sequence[Any], processor: object, image_token: int) -> Mapping[str, Any]:
-    """Return the inputs of token ids that have one token for each picture, as vLLM takes them, or all of them."""
-    image = getattr(processor, "image_token", None)
-    if image is None:
+def _of_ids(ids: NDArray[np.int64], images: Sequence[Any], processor: object, image_token: int) -> Mapping[str, Any]:
+    """Return the inputs of token ids that have one token for each image, as vLLM takes them, or all of them."""
+    token = getattr(processor, "image_token", None)
+    if token is None:
         raise ValueError(
-            f"prompt: {type(processor).__name__} has no image_token, by which tokens of pictures are put among token "
+            f"prompt: {type(processor).__name__} has no image_token, by which tokens of images are put among token "
             "ids; give messages, or what the processor returns"
         )
     options = {"return_tensors": "pt", "add_special_tokens": False}
-    each = [
-        _asked(processor, text=[image], images=[picture], **options)["input_ids"][0].numpy() for picture in pictures
-    ]
-    inputs = dict(_asked(processor, text=[image * len(pictures)], images=list(pictures), **options))
+    each = [_asked(processor, text=[token], images=[image], **options)["input_ids"][0].numpy() for image in images]
+    inputs = dict(_asked(processor, text=[token * len(images)], images=list(images), **options))
     places = np.flatnonzero(ids == image_token)
-    if len(places) == len(pictures):
+    if len(places) == len(images):
         after = [0, *(places + 1)]
         texts = [ids[start:end] for start, end in zip(after, [*places, len(ids)], strict=True)]
         ids = np.concatenate([part for both in zip(texts, [*each, ids[:0]], strict=True) for part in both])
     elif len(places) != sum(int((own == image_token).sum()) for own in each):
         raise ValueError(
-            f"prompt: prompt_token_ids have {len(places)} tokens {image_token} for {len(pictures)} pictures; "
+            f"prompt: prompt_token_ids have {len(places)} tokens {image_token} for {len(images)} images; "
             "give one for each, or as many as the processor makes of them"
         )
     input_ids = torch.from_numpy(ids)[None]

@@ -1,7 +1,7 @@
-"""The keys by which a prefix cache knows the tokens of pictures: hashes of their pixels, and never their ids."""
+"""The keys by which a prefix cache knows the tokens of images: hashes of their pixels, and never their ids."""
 
-# All tokens of pictures have one id, so that by ids two pictures of one size would be the same text. Shapes: T tokens
-# of a prompt, N pictures.
+# All tokens of images have one id, so that by ids two images of one size would be the same text. Shapes: T tokens
+# of a prompt, N images.
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_llm.engine.images.hashes import HASHES
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-"""A multiple of it, by a token's place in its picture, is part of the token's key."""
+"""A multiple of it, by a token's place in its image, is part of the token's key."""
 _NEGATIVE = np.uint64(1 << 63)
 """No token's id is negative, so no key is an id."""
 
@@ -25,11 +25,11 @@ _NEGATIVE = np.uint64(1 << 63)
 def token_keys(
     ids: NDArray[np.int64], runs: Sequence[NDArray[np.int64]], digests: Sequence[bytes]
 ) -> NDArray[np.int64]:
-    """Return ``[T]`` int64, a prompt's ids with a negative key in place of each token of a picture.
+    """Return ``[T]`` int64, a prompt's ids with a negative key in place of each token of an image.
 
     Args:
         ids: ``[T]`` int64.
-        runs: the places of tokens of pictures.
+        runs: the places of tokens of images.
         digests: as ``digests_of``.
     """
     keys: NDArray[np.int64] = ids.copy()
@@ -39,28 +39,28 @@ def token_keys(
 
 
 def digests_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> Iterator[bytes]:
-    """Return a hash of 32 bytes of each picture's pixels, or one of all where nothing tells pictures apart.
+    """Return a hash of 32 bytes of each image's pixels, or one of all where nothing tells images apart.
 
     Threads have begun to compute them by then.
 
     Args:
-        pixels: the inputs that pictures are computed from.
-        tokens: how many each of N pictures has.
+        pixels: the inputs that images are computed from.
+        tokens: how many each of N images has.
     """
-    pictures = _by_picture(pixels, tokens)
-    begun = [_begun(picture) for picture in ([dict(pixels)] if pictures is None else pictures)]
+    images = _by_image(pixels, tokens)
+    begun = [_begun(image) for image in ([dict(pixels)] if images is None else images)]
     return (_digest(parts) for parts in begun)
 
 
 def runs_of(ids: NDArray[np.int64], image_token: int) -> list[NDArray[np.int64]]:
-    """Return the places of tokens of pictures that stand next to each other."""
+    """Return the places of tokens of images that stand next to each other."""
     places = np.flatnonzero(ids == image_token)
     runs: list[NDArray[np.int64]] = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
     return runs
 
 
 def patches_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[int] | None:
-    """Return how many patches each of N pictures has by its grid, with so many tokens each; None if none says."""
+    """Return how many patches each of N images has by its grid, with so many tokens each; None if none says."""
     grid, values = pixels.get("image_grid_thw"), pixels.get("pixel_values")
     if grid is None or values is None:
         return None
@@ -68,14 +68,14 @@ def patches_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[int]
     return patches if _in_proportion(patches, tokens) and sum(patches) == len(values) else None
 
 
-def _begun(picture: Mapping[str, Tensor]) -> list[tuple[bytes, Iterator[bytes]]]:
+def _begun(image: Mapping[str, Tensor]) -> list[tuple[bytes, Iterator[bytes]]]:
     """Return what is hashed of each tensor: what it is, which tells how many hashes it has, and these."""
     return [
         (
             f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(),
             HASHES.begun(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data),
         )
-        for name, tensor in sorted(picture.items())
+        for name, tensor in sorted(image.items())
     ]
 
 
@@ -90,8 +90,8 @@ def _keys(digest: bytes, tokens: int) -> NDArray[np.int64]:
     return keys
 
 
-def _by_picture(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[dict[str, Tensor]] | None:
-    """Return the inputs of each of N pictures, with so many tokens each; None if they cannot be told apart."""
+def _by_image(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[dict[str, Tensor]] | None:
+    """Return the inputs of each of N images, with so many tokens each; None if they cannot be told apart."""
     if set(pixels) == {"pixel_values", "image_grid_thw"}:
         if (patches := patches_of(pixels, tokens)) is None:
             return None
@@ -103,6 +103,6 @@ def _by_picture(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[dic
 
 
 def _in_proportion(patches: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether each picture's tokens are the ones after those of the pictures before."""
+    """Whether each image's tokens are the ones after those of the images before."""
     same = len(patches) == len(tokens)
     return same and all(one * tokens[0] == patches[0] * count for one, count in zip(patches, tokens, strict=True))

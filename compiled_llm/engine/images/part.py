@@ -1,4 +1,4 @@
-"""The functions by which the rest of the engine uses pictures."""
+"""The functions by which the rest of the engine uses images."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def images_of(
     cache_bytes: int,
     in_steps: bool = True,
 ) -> RequestImages:
-    """Return a prompt with pictures as requests have it.
+    """Return a prompt with images as requests have it.
 
     Args:
         prompt: messages, one of vLLM's dictionaries, or what a processor returned for one prompt.
         processor: the engine's; None if it has none.
         salt: only requests with an equal one find what this one leaves in caches.
         cache_bytes: what an engine keeps of encoders' outputs at most.
-        in_steps: whether steps read pictures where they can.
+        in_steps: whether steps read images where they can.
 
     Raises:
         ValueError: the model has no eyes, the prompt is not one that it can compute, or an option does not go with it.
@@ -64,16 +64,16 @@ def images_of(
     pixels = in_dtype({name: inputs[name] for name in inputs if name not in _OF_TOKENS}, facts.model.dtype)
     if not len(runs[0]):
         raise ValueError(
-            f"prompt: it has {', '.join(pixels)} and none of its tokens is one of a picture, {image_token}; give what "
+            f"prompt: it has {', '.join(pixels)} and none of its tokens is one of an image, {image_token}; give what "
             "the model's own processor returns"
         )
     if runs[-1][-1] == len(ids) - 1:
-        raise ValueError("prompt: it ends with a picture; let at least one token of text follow")
+        raise ValueError("prompt: it ends with an image; let at least one token of text follow")
     counts = [len(run) for run in runs]
     begun = digests_of(pixels, counts)  # meanwhile positions are counted
     positions = prompt_positions(facts.model_class, _copy(facts), inputs)
     if positions is None:
-        raise ValueError("prompt: this version of transformers does not say which positions pictures have; update it")
+        raise ValueError("prompt: this version of transformers does not say which positions images have; update it")
     digests = [*begun]
     encoder = PromptEncoder(pixels, counts, [(salt, digest) for digest in digests], cache_bytes)
     of_tokens = {name: inputs[name] for name in inputs if name not in pixels}
@@ -85,41 +85,39 @@ def images_of(
 
 
 def _slower(obstacle: str | None, model_runner: ModelRunner) -> Reason | None:
-    """Return that steps do not read pictures for an ``obstacle``, or else why their encoder is slower; None if not."""
+    """Return that steps do not read images for an ``obstacle``, or else why their encoder is slower; None if not."""
     return slower_encoder(model_runner) if obstacle is None else Reason("prefill", obstacle)
 
 
 def check_kinds(kinds: Sequence[FoundKind]) -> None:
-    """Raise ValueError if an engine takes no pictures for a model with such layers."""
-    if (refused := refusal(kinds, "images", "prompt: it has a picture")) is not None:
+    """Raise ValueError if an engine takes no images for a model with such layers."""
+    if (refused := refusal(kinds, "images", "prompt: it has an image")) is not None:
         raise ValueError(refused)
 
 
 def _check_model(facts: ModelFacts) -> None:
     name = facts.model_class.__name__
     if not sees_images(facts.model):
-        raise ValueError(
-            f"prompt: it has a picture, and {name} reads text alone; give text, or serve a model with eyes"
-        )
+        raise ValueError(f"prompt: it has an image, and {name} reads text alone; give text, or serve a model with eyes")
     check_kinds(facts.kinds)
     if not facts.fills_caches:
         raise ValueError(
-            f"prompt: it has a picture, and the engine cannot take over what HuggingFace's cache keeps of {name}; "
+            f"prompt: it has an image, and the engine cannot take over what HuggingFace's cache keeps of {name}; "
             "model.generate takes what the model's processor returns"
         )
 
 
 def _check_options(facts: ModelFacts, params: SamplingParams, model_runner: ModelRunner) -> None:
     if params.prompt_logprobs is not None:
-        raise ValueError("prompt_logprobs: there are none of a prompt with pictures; leave it out")
+        raise ValueError("prompt_logprobs: there are none of a prompt with images; leave it out")
     if model_runner.config.batch_invariant:
         raise ValueError(
-            "prompt: it has a picture, which HuggingFace's forward computes, and the model is wrapped with "
+            "prompt: it has an image, which HuggingFace's forward computes, and the model is wrapped with "
             "batch_invariant=True; give text, or wrap without it"
         )
     if facts.hooks:
         raise ValueError(
-            "prompt: it has a picture, which HuggingFace's forward computes without traced hooks; remove them "
+            "prompt: it has an image, which HuggingFace's forward computes without traced hooks; remove them "
             "(handle.remove())"
         )
 
@@ -128,7 +126,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what a processor returned for one prompt without padding; ValueError for anything else."""
     for name, value in given.items():
         if "video" in name or "audio" in name or name in ("input_features", "second_per_grid_ts"):
-            raise ValueError(f"prompt: {name}: videos and sound are not served; give text and pictures")
+            raise ValueError(f"prompt: {name}: videos and sound are not served; give text and images")
         if not isinstance(value, Tensor):
             raise ValueError(f'prompt: {name} is a {type(value).__name__}; call the processor with return_tensors="pt"')
     inputs: dict[str, Tensor] = dict(given)
@@ -150,7 +148,7 @@ def _image_token(facts: ModelFacts) -> int:
     if token is None:
         raise ValueError(
             f"prompt: the config of {facts.model_class.__name__} has no image_token_id, by which an engine "
-            "knows the tokens of pictures; call model.generate"
+            "knows the tokens of images; call model.generate"
         )
     return int(token)
 

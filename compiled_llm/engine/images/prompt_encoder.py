@@ -1,7 +1,7 @@
-"""The encoder of one prompt's pictures: HuggingFace's, for those of which a cache has nothing."""
+"""The encoder of one prompt's images: HuggingFace's, for those of which a cache has nothing."""
 
 # HuggingFace's forward asks ``get_image_features`` of the module inside it; a shallow copy of that has ours. Shapes: N
-# pictures, P patches.
+# images, P patches.
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _UNREAD = frozenset({"last_hidden_state", "hidden_states", "attentions"})
 
 
 class PromptEncoder:
-    """The encoder of one prompt's pictures.
+    """The encoder of one prompt's images.
 
     Attributes:
-        pixels: the inputs of N pictures.
+        pixels: the inputs of N images.
         tokens: how many each has.
         patches: how many each has; None if they are encoded all together.
     """
@@ -37,12 +37,12 @@ class PromptEncoder:
     def __init__(
         self, pixels: Mapping[str, Tensor], tokens: Sequence[int], keys: Sequence[Hashable], limit: int
     ) -> None:
-        """The pictures are known to a cache of ``limit`` bytes by N ``keys``, or all of them by one."""
+        """The images are known to a cache of ``limit`` bytes by N ``keys``, or all of them by one."""
         self.pixels, self.tokens, self._keys, self._limit = pixels, tokens, keys, limit
         self.patches = patches_of(pixels, tokens) if len(pixels) == 2 else None
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the inputs of pictures as the forward gets them; pixels of those with patches come when missed."""
+        """Return the inputs of images as the forward gets them; pixels of those with patches come when missed."""
         moved = {
             name: tensor.to(device, non_blocking=True)
             for name, tensor in self.pixels.items()
@@ -84,7 +84,7 @@ class PromptEncoder:
     def _of_each(
         self, given: inspect.BoundArguments, compute: Callable[..., Any], cache: EncoderCache, generation: int
     ) -> object:
-        """Compute the last pictures, of which the grid has so many, and only those that are missed."""
+        """Compute the last images, of which the grid has so many, and only those that are missed."""
         grid = given.arguments["image_grid_thw"]
 
         def computed(pixels: Mapping[str, Tensor]) -> Any:
@@ -102,7 +102,7 @@ class PromptEncoder:
         cache: EncoderCache,
         generation: int,
     ) -> list[Features]:
-        """Return the features of pictures, of which those that are missed are computed together.
+        """Return the features of images, of which those that are missed are computed together.
 
         ``devices`` are where pixels and grids are given to ``compute``.
         """
@@ -119,7 +119,7 @@ class PromptEncoder:
     def features(
         self, model: PreTrainedModel, numbers: Sequence[int], cache: EncoderCache, own: CompiledEncoder | None
     ) -> list[Tensor]:
-        """Return ``[1 + F, K, C]`` of each of some pictures with patches: of the last layer, then of F others.
+        """Return ``[1 + F, K, C]`` of each of some images with patches: of the last layer, then of F others.
 
         They are encoded by ``own``; by HuggingFace's encoder if that is None.
         """
@@ -133,7 +133,7 @@ class PromptEncoder:
         return [_stacked(each.fields, model.dtype) for each in found]
 
     def _pixels_of(self, numbers: Sequence[int], device: torch.device, of_grids: torch.device) -> dict[str, Tensor]:
-        assert self.patches is not None, "such pictures are encoded together"
+        assert self.patches is not None, "such images are encoded together"
         pixels = self.pixels["pixel_values"].split(self.patches)
         grid = self.pixels["image_grid_thw"]
         return {
@@ -143,18 +143,18 @@ class PromptEncoder:
 
 
 def in_dtype(pixels: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return inputs of pictures in a model's dtype, which some encoders ask for, and others convert them to."""
+    """Return inputs of images in a model's dtype, which some encoders ask for, and others convert them to."""
     # So half as many bytes are hashed, kept and moved, too.
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in pixels.items()}
 
 
 def _apart(made: Any) -> Iterator[Features]:
-    """Yield what an encoder returned, by picture, each in the form of all: its output, and that of some layers."""
+    """Yield what an encoder returned, by image, each in the form of all: its output, and that of some layers."""
     pooled: Sequence[Tensor] = made["pooler_output"]
     layers, tokens = made.get("deepstack_features"), [len(own) for own in pooled]
     for number, own in enumerate(pooled):
         fields: dict[str, Any] = {"pooler_output": [_owned(own)]}
-        if layers is not None:  # they are lists by picture from transformers 5.24 on
+        if layers is not None:  # they are lists by image from transformers 5.24 on
             fields["deepstack_features"] = [
                 _owned(layer.split(tokens)[number]) if isinstance(layer, Tensor) else [_owned(layer[number])]
                 for layer in layers
@@ -163,20 +163,20 @@ def _apart(made: Any) -> Iterator[Features]:
 
 
 def _stacked(fields: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    """Return the features of one picture's tokens, ``[1 + F, K, C]``."""
+    """Return the features of one image's tokens, ``[1 + F, K, C]``."""
     layers = [own if isinstance(own, Tensor) else own[0] for own in fields.get("deepstack_features") or ()]
     return torch.stack([fields["pooler_output"][0], *layers]).to(dtype)
 
 
-def _joined(pictures: Sequence[Features]) -> Any:
-    """Return what an encoder would return for these pictures together."""
-    joined = {"pooler_output": [own.fields["pooler_output"][0] for own in pictures]}
-    if "deepstack_features" in pictures[0].fields:
-        layers = zip(*(own.fields["deepstack_features"] for own in pictures), strict=True)
+def _joined(images: Sequence[Features]) -> Any:
+    """Return what an encoder would return for these images together."""
+    joined = {"pooler_output": [own.fields["pooler_output"][0] for own in images]}
+    if "deepstack_features" in images[0].fields:
+        layers = zip(*(own.fields["deepstack_features"] for own in images), strict=True)
         joined["deepstack_features"] = [
             torch.cat(layer) if isinstance(layer[0], Tensor) else [own[0] for own in layer] for layer in layers
         ]
-    return pictures[0].kind(**joined)
+    return images[0].kind(**joined)
 
 
 def _owned(value: object) -> object:

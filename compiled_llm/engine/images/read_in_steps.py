@@ -1,4 +1,4 @@
-"""Whether steps read the pictures of a prompt, in chunks beside other rows, or HuggingFace's forward computes it."""
+"""Whether steps read the images of a prompt, in chunks beside other rows, or HuggingFace's forward computes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAMILIES = frozenset(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", 
 
 
 def steps_obstacle(encoder: PromptEncoder, model_runner: ModelRunner) -> str | None:
-    """Return why steps do not read these pictures, or None; they are as a processor of the model makes them."""
+    """Return why steps do not read these images, or None; they are as a processor of the model makes them."""
     # Others would fail in a step for all rows of the launch.
     if (found := model_obstacle(model_runner.state.facts, model_runner.config)) is not None:
         return found
@@ -32,27 +32,27 @@ def steps_obstacle(encoder: PromptEncoder, model_runner: ModelRunner) -> str | N
 
 
 def model_obstacle(facts: ModelFacts, config: WrapConfig) -> str | None:
-    """Return why steps of a model read no pictures, or None."""
+    """Return why steps of a model read no images, or None."""
     kind = facts.model_class
     if kind.__name__ not in _FAMILIES or not kind.__module__.startswith("transformers.models."):
-        return f"steps read no pictures of {kind.__name__}"
+        return f"steps read no images of {kind.__name__}"
     # Hooks are traced into programs of text alone, and taps are told ids. Artifacts have no such program; and
     # where answers run uncompiled at first, others would wait for it.
     if facts.hooks or facts.taps:
         return "hooks are traced, and taps watch, in steps of text alone"
     if config.artifacts is not None:
-        return "artifacts have no steps that read pictures"
+        return "artifacts have no steps that read images"
     if config.eager_first_on(facts.model.device.type):
         return "answers run uncompiled at first (eager_first)"
     return None
 
 
 def prepare(model_runner: ModelRunner, report: Report = quiet) -> None:
-    """Compile, and on CUDA capture, the prefill with pictures and the encoder, if steps read pictures of the model."""
+    """Compile, and on CUDA capture, the prefill with images and the encoder, if steps read images of the model."""
     facts, thread, prefill = model_runner.state.facts, model_runner.thread, model_runner.prefill
     if model_obstacle(facts, model_runner.config) is not None:
         return
-    report("preparing prompts with pictures")
+    report("preparing prompts with images")
     if (encoder := own_encoder(facts.model, model_runner)) is not None:
         thread.call(_prepare_encoder, encoder, facts)
     thread.call(prefill.launches.make_ready, NO_ROWS._replace(extra=nothing_shown(model_runner, facts)))
@@ -67,7 +67,7 @@ def _prepare_encoder(encoder: CompiledEncoder, facts: ModelFacts) -> None:
 
 
 def _well_formed(encoder: PromptEncoder, config: PretrainedConfig) -> bool:
-    """Whether pixels and tokens of all pictures are as many as the model's config says."""
+    """Whether pixels and tokens of all images are as many as the model's config says."""
     if encoder.patches is None:
         return False
     pixels, merged = encoder.pixels["pixel_values"], config.spatial_merge_size**2

@@ -1,9 +1,9 @@
-"""The pictures of one prompt, and how it is computed up to the last one's end: by steps, or HuggingFace's forward."""
+"""The images of one prompt, and how it is computed up to the last one's end: by steps, or HuggingFace's forward."""
 
-# Where steps do not read pictures, pages of a row are filled by that forward, and the text after the pictures is
-# computed by our own steps, as a text's rest after a prefix is. So nothing else knows of pictures: to the prefix tree
+# Where steps do not read images, pages of a row are filled by that forward, and the text after the images is
+# computed by our own steps, as a text's rest after a prefix is. So nothing else knows of images: to the prefix tree
 # they are tokens with keys, and to steps a row whose next position is not its length. Shapes: T tokens of the prompt, E
-# of them up to the end of the last picture, A axes of positions.
+# of them up to the end of the last image, A axes of positions.
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ NAME = "images"
 
 
 class RequestImages(RequestPart, RunsApart):
-    """A prompt with pictures: its inputs, which are kept until its answers have ended.
+    """A prompt with images: its inputs, which are kept until its answers have ended.
 
     Attributes:
         ids: ``[T]`` int64, as the processor made them.
-        keys: ``[T]`` int64, ids with keys in place of the pictures' tokens (``token_keys``).
+        keys: ``[T]`` int64, ids with keys in place of the images' tokens (``token_keys``).
         in_steps: whether steps compute the tokens before ``end``, in chunks beside other rows.
-        slow: why they do not, or the pictures are encoded more slowly, if they were asked to; else None.
+        slow: why they do not, or the images are encoded more slowly, if they were asked to; else None.
     """
 
     timed = False  # how long its launch takes tells nothing of others
@@ -62,7 +62,7 @@ class RequestImages(RequestPart, RunsApart):
         slow: Reason | None = None,
     ) -> None:
         """``inputs`` are what the processor returned for its tokens; ``positions`` are ``[1, T]`` or ``[A, 1, T]``."""
-        # ``runs`` are the places of tokens of pictures, those next to each other together.
+        # ``runs`` are the places of tokens of images, those next to each other together.
         self._runs = runs
         self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
         self.keys, self.in_steps, self.slow = keys, in_steps, slow
@@ -82,7 +82,7 @@ class RequestImages(RequestPart, RunsApart):
 
     @property
     def end(self) -> int:
-        """E, where the last picture ends: it runs to there, where it runs apart."""
+        """E, where the last image ends: it runs to there, where it runs apart."""
         return int(self._runs[-1][-1]) + 1
 
     @property
@@ -91,7 +91,7 @@ class RequestImages(RequestPart, RunsApart):
         return self.ids
 
     def runs_apart(self, start: int) -> RequestImages | None:
-        """Return itself where HuggingFace's forward computes the prompt, up to the last picture's end."""
+        """Return itself where HuggingFace's forward computes the prompt, up to the last image's end."""
         return None if self.in_steps or start >= self.end else self
 
     def position_after(self, length: int) -> int:
@@ -117,7 +117,7 @@ class RequestImages(RequestPart, RunsApart):
         extensions: Sequence[Extension],
         taps: Sequence[PlanTap],
     ) -> Tensor:
-        """Fill a row up to the end of the pictures; returns ``[0]`` int64, no token is sampled after them.
+        """Fill a row up to the end of the images; returns ``[0]`` int64, no token is sampled after them.
 
         Raises:
             RequestError: HuggingFace's forward has failed; nothing else has.
@@ -130,9 +130,7 @@ class RequestImages(RequestPart, RunsApart):
         except Exception as error:
             if device_lost(error) is not None:
                 raise
-            raise RequestError(
-                f"prompt: HuggingFace's forward of its pictures has failed: {described(error)}"
-            ) from error
+            raise RequestError(f"prompt: HuggingFace's forward of its images has failed: {described(error)}") from error
         return torch.zeros(0, dtype=torch.int64, device=model_runner.device)
 
     def _fill(self, model_runner: ModelRunner, row: Row) -> None:

@@ -1,7 +1,7 @@
-"""Goes on with a prompt inside or after its pictures, over keys and values that pages have of its beginning."""
+"""Goes on with a prompt inside or after its images, over keys and values that pages have of its beginning."""
 
-# HuggingFace's forward takes what its encoder has made of pictures (``mm_encoder_outputs``, from transformers 5.24), so
-# that a prompt may go on in the middle of one. Models that count patches by grids see pictures as they see text, from
+# HuggingFace's forward takes what its encoder has made of images (``mm_encoder_outputs``, from transformers 5.24), so
+# that a prompt may go on in the middle of one. Models that count patches by grids see images as they see text, from
 # left to right; others may not, and are computed from the beginning. Shapes: T tokens of the prompt, P patches.
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OUTPUTS = "mm_encoder_outputs"
 
 
 def can_resume(facts: ModelFacts) -> bool:
-    """Whether a prompt can go on after any of its tokens, if its pictures are encoded by themselves."""
+    """Whether a prompt can go on after any of its tokens, if its images are encoded by themselves."""
     takes_outputs = _OUTPUTS in inspect.signature(facts.model_class.forward).parameters
     return takes_outputs and not facts.states and all(layer.keys_of is None for layer in facts.layers)
 
@@ -41,12 +41,12 @@ def begun_cache(state: RunnerState, row: Row) -> DynamicCache:
 def encoded(
     model: Any, inputs: Mapping[str, Tensor], patches: Sequence[int], runs: Sequence[NDArray[np.int64]], start: int
 ) -> dict[str, dict[str, Any]]:
-    """Return what the encoder makes of the tokens of pictures from ``start`` on, as the forward takes it.
+    """Return what the encoder makes of the tokens of images from ``start`` on, as the forward takes it.
 
     Args:
-        inputs: ``pixel_values`` ``[P, ...]`` and ``image_grid_thw`` ``[N, 3]`` of all pictures.
-        patches: how many each picture has.
-        runs: the places of each picture's tokens.
+        inputs: ``pixel_values`` ``[P, ...]`` and ``image_grid_thw`` ``[N, 3]`` of all images.
+        patches: how many each image has.
+        runs: the places of each image's tokens.
     """
     first = next(number for number, run in enumerate(runs) if run[-1] >= start)
     pixels, grid = inputs["pixel_values"][sum(patches[:first]) :], inputs["image_grid_thw"][first:]

@@ -1,6 +1,6 @@
-"""The tokens of pictures in a chunk of a prompt, as an encoder's features."""
+"""The tokens of images in a chunk of a prompt, as an encoder's features."""
 
-# Shapes: Q tokens of a chunk, T of a launch, K of them of pictures, N tokens of pictures that have features, A axes of
+# Shapes: Q tokens of a chunk, T of a launch, K of them of images, N tokens of images that have features, A axes of
 # positions, F layers with features of their own, C hidden size.
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ShownTokens(NamedTuple):
     """The extra inputs of a chunk."""
 
     positions: NDArray[np.int64]  # ``[A, Q]``, rotary positions
-    places: NDArray[np.int64]  # ``[K]`` ascending, which of the Q tokens are those of pictures
+    places: NDArray[np.int64]  # ``[K]`` ascending, which of the Q tokens are those of images
     features: Tensor  # ``[1 + F, N, C]`` in the model's dtype, the last layer's first
     numbers: NDArray[np.int64]  # ``[K]`` ascending, where these tokens are in ``features``
     forward: Forward | None  # takes those of further layers; None without them
 
     @property
     def program(self) -> Program:
-        """That of all chunks with pictures."""
+        """That of all chunks with images."""
         return PROGRAM
 
     @property
@@ -61,7 +61,7 @@ class ShownTokens(NamedTuple):
         return ShownTokens(self.positions[:, :0].copy(), none, features, none, self.forward)
 
     def pack(self, chunk: Sequence[Extension], staging: Staging) -> ShownInputs:
-        """Return what the step reads of packed rows, some of which have pictures."""
+        """Return what the step reads of packed rows, some of which have images."""
         counts = [len(extension.ids) for extension in chunk]
         starts, tokens = np.cumsum([0, *counts[:-1]]), sum(counts)
         shown = [

@@ -1,6 +1,6 @@
-"""The pictures of one prompt as its chunks show them to steps: encoded as they are reached, cut as chunks are."""
+"""The images of one prompt as its chunks show them to steps: encoded as they are reached, cut as chunks are."""
 
-# Shapes: T tokens of the prompt, Q of a chunk, K of a picture, A axes of positions, F layers with features of their
+# Shapes: T tokens of the prompt, Q of a chunk, K of an image, A axes of positions, F layers with features of their
 # own, C hidden size.
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ShownPrompt:
     def __init__(
         self, facts: ModelFacts, positions: Tensor, runs: Sequence[NDArray[np.int64]], encoder: PromptEncoder
     ) -> None:
-        """``positions`` are ``[A, 1, T]``, or with those of text before; ``runs`` are the places of each picture."""
+        """``positions`` are ``[A, 1, T]``, or with those of text before; ``runs`` are the places of each image."""
         self._facts, self._runs, self._encoder = facts, runs, encoder
         self._axes: NDArray[np.int64] = positions[-AXES:, 0].cpu().numpy()
-        self._features: dict[int, Tensor] = {}  # ``[1 + F, K, C]`` of pictures that chunks have begun to show
+        self._features: dict[int, Tensor] = {}  # ``[1 + F, K, C]`` of images that chunks have begun to show
         self._generation = -1  # of the cache, in which they were computed
 
     def showing(self, extension: Extension, model_runner: ModelRunner) -> Extension:

@@ -1,4 +1,4 @@
-"""The prefill of rows with pictures: their tokens are read as features of an encoder, in three axes of positions."""
+"""The prefill of rows with images: their tokens are read as features of an encoder, in three axes of positions."""
 
 # Rows of text may be in the same launch. In models whose encoder gives features of several of its layers (Qwen3-VL),
 # those of each are added to what one of the first layers returns.
@@ -27,8 +27,8 @@ from compiled_llm.model.facts import Forward
 class ShownInputs(NamedTuple):
     """What the step reads besides the inputs of other prefills."""
 
-    features: Tensor  # ``[T, C]`` in the model's dtype, of tokens of pictures; zeros of others
-    shown: Tensor  # ``[T]`` bool, which tokens are those of pictures
+    features: Tensor  # ``[T, C]`` in the model's dtype, of tokens of images; zeros of others
+    shown: Tensor  # ``[T]`` bool, which tokens are those of images
     positions: Tensor  # ``[A, T]`` int64, rotary positions
     deep: Tensor | None  # ``[F, T, C]`` as ``features``; None without such layers
     forward: Forward | None  # takes ``deep``; None without it
@@ -58,7 +58,7 @@ def shown_step(
     pages: list[Tensor],
     specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
-    """Run packed tokens as ``prefill_step``, those of pictures by their features."""
+    """Run packed tokens as ``prefill_step``, those of images by their features."""
     extra = cast(ShownInputs, inputs.extra)
     ids = known_ids(inputs.ids, tables)
     embedded = model.get_input_embeddings()(ids)
@@ -89,4 +89,4 @@ def _runs_shown(inputs: ProgramInputs) -> bool:
     return isinstance(inputs, PrefillInputs) and isinstance(inputs.extra, ShownInputs)
 
 
-PROGRAM = Program("prefill with pictures", _runs_shown, shown_step, prefill_options, on_demand=True)
+PROGRAM = Program("prefill with images", _runs_shown, shown_step, prefill_options, on_demand=True)

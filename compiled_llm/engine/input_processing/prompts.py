@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | NDArray[np.int64] | torch.Tensor
 """Text, token ids, the messages of a chat, or one of vLLM's dictionaries, ``{"prompt": text}`` or of token ids."""
-# Those with pictures are of the same types; ``engine/images`` reads them.
+# Those with images are of the same types; ``engine/images`` reads them.
 
 
 def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> NDArray[np.int64]:

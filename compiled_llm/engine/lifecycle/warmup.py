@@ -14,8 +14,8 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.features import feature, needed
 
 
-def prepare_pictures(model_runner: ModelRunner, report: Report) -> None:
-    """Prepare prompts with pictures, if the model has eyes, and steps read what they see."""
+def prepare_images(model_runner: ModelRunner, report: Report) -> None:
+    """Prepare prompts with images, if the model has eyes, and steps read what they see."""
     images = feature(IMAGES) if sees_images(model_runner.state.facts.model) else None
     if images is not None:
         images.prepare(model_runner, report)
@@ -31,7 +31,7 @@ def warm_up(
 ) -> None:
     """Prepare steps and other launches of requests, while none runs."""
     # ``deferred`` are the rows for which deferred sampling is prepared, too; a profile says itself which.
-    # ``shows`` prepares prompts with pictures, if steps read them.
+    # ``shows`` prepares prompts with images, if steps read them.
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
         model_runner = engine_thread.check.checked_runner()
@@ -40,5 +40,5 @@ def warm_up(
         if (speculation := engine_thread.placed.settings.speculation) is not None:
             needed(DRAFTS).prepare(model_runner, speculation, wanted.rows, report)
         if shows:
-            prepare_pictures(model_runner, report)
+            prepare_images(model_runner, report)
         model_runner.thread.call(model_runner.prepare_deferred, deferred)

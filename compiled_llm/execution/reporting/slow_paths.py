@@ -115,11 +115,11 @@ WORDINGS: dict[SlowPath, Wording] = {
         "Leave assistant_early_exit out unless drafts are worth it: the fast loop may be faster.",
     ),
     "encoder": Wording(
-        "HuggingFace's own encoder computes pictures, because {}",
+        "HuggingFace's own encoder computes images, because {}",
         "Remove the hooks (handle.remove()), or merge the adapters (merge_and_unload) of the encoder.",
     ),
     "encoder_graphs": Wording(
-        "the encoder of pictures is not captured where max_graphs or graph_memory bound CUDA graphs",
+        "the encoder of images is not captured where max_graphs or graph_memory bound CUDA graphs",
         "Leave both out if the device has room for the encoder's graphs.",
     ),
     "fractional_positions": Wording(

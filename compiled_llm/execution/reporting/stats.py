@@ -88,8 +88,8 @@ class Stats:
         page_size: tokens in a page.
         memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
             sampling settings), ``graphs`` (what capturing CUDA graphs took from the allocator), with packed weights
-            ``tables`` (what was made of their scales and zeros, if anything was), and after an engine's first picture
-            ``encoder_cache`` (what encoders have made of pictures), and where steps read these ``encoder_graphs``.
+            ``tables`` (what was made of their scales and zeros, if anything was), and after an engine's first image
+            ``encoder_cache`` (what encoders have made of images), and where steps read these ``encoder_graphs``.
         cuda_graph_table: a dict for each CUDA graph that we have captured, those that were evicted too: the fields of
             ``CudaGraphRow``. ``model.compiled.cuda_graphs`` shows the same as a table.
     """

@@ -21,7 +21,7 @@ def sample_with(engine: Engine, trainer: Any, *, sleep: bool = False) -> None:
 
     Sampling settings are the trainer's arguments, ``generation_kwargs`` and ``vllm_structured_outputs_regex`` among
     them. Rollouts have their log-probabilities, by which TRL corrects; tools and environments go on as they are, and a
-    later turn finds the pages of the earlier ones. Prompts may have pictures if the engine has the trainer's processor.
+    later turn finds the pages of the earlier ones. Prompts may have images if the engine has the trainer's processor.
     There is one copy of the weights: a training step is seen at once.
 
     Args:
@@ -79,15 +79,15 @@ class Sampler:
 
         Args:
             prompts: token ids, each prompt as often as it is to be answered.
-            images: the pictures of each prompt, whose tokens it has already; None if it has none.
+            images: the images of each prompt, whose tokens it has already; None if it has none.
             num_generations: how often each prompt is there.
             profiler: entered around the rollout.
 
         Raises:
-            ValueError: a prompt has pictures and the engine no processor, or settings that no request can have.
+            ValueError: a prompt has images and the engine no processor, or settings that no request can have.
             RuntimeError: an answer has failed.
         """
-        asked = self._with_pictures(prompts, images)
+        asked = self._with_images(prompts, images)
         if self._sleep:
             self._engine.wake()
         with profiler or nullcontext():
@@ -122,12 +122,12 @@ class Sampler:
         if not self._engine.asleep:
             self._engine.sleep()
 
-    def _with_pictures(self, prompts: Sequence[list[int]], images: Sequence[Any] | None) -> list[Any]:
+    def _with_images(self, prompts: Sequence[list[int]], images: Sequence[Any] | None) -> list[Any]:
         if images is None or not any(images):
             return [*prompts]
         if self._engine.processor is None:
             raise ValueError(
-                "images: a prompt has pictures, and the engine no processor; make it Engine(model, processor=...) with "
+                "images: a prompt has images, and the engine no processor; make it Engine(model, processor=...) with "
                 "the trainer's processing_class"
             )
         return [
@@ -148,7 +148,7 @@ class Sampler:
             **(trainer.args.generation_kwargs or {}),
         }
         if (image := getattr(self._engine.processor, "image_token_id", None)) is not None:
-            # As TRL's own generation: drawn, the token would stand for a picture that the training step has not.
+            # As TRL's own generation: drawn, the token would stand for an image that the training step has not.
             given["logit_bias"] = {image: -100.0, **(given.get("logit_bias") or {})}
         if (pattern := getattr(trainer.args, "vllm_structured_outputs_regex", None)) is not None:
             given["structured_outputs"] = StructuredOutputsParams(regex=pattern)

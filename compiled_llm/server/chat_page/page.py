@@ -26,7 +26,7 @@ SCRIPTS = "/page/{name}"
 """Where the page finds its scripts; like the page, they say nothing of the model, and need no key."""
 _MODULES = (
     *("elements.js", "storage.js", "server.js", "math.js", "markdown.js", "settings.js", "messages.js", "state.js"),
-    *("pictures.js", "chats.js", "undo.js", "answer.js", "chat.js", "figures.js"),
+    *("images.js", "chats.js", "undo.js", "answer.js", "chat.js", "figures.js"),
 )
 
 """Each after those that it imports: a browser that meets one has its hash already."""

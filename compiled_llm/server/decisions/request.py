@@ -46,7 +46,7 @@ class StateMessage(Body):
     type: Literal["message"] = "message"
 
     def text(self, path: str) -> str:
-        """Return its texts, one a line; ApiError if it has a picture, and ``path`` is the message's."""
+        """Return its texts, one a line; ApiError if it has an image, and ``path`` is the message's."""
         if isinstance(self.content, str):
             return self.content
         texts = []
@@ -109,7 +109,7 @@ class DecisionsRequest(WaitingFields):
     safety_identifier: Annotated[str | None, NoEffect("nothing is kept of users")] = None
 
     def state(self) -> str:
-        """Return the texts of the input, one after the other; ApiError if it has a picture."""
+        """Return the texts of the input, one after the other; ApiError if it has an image."""
         if isinstance(self.input, str):
             return self.input
         return "\n\n".join(message.text(f"input[{place}]") for place, message in enumerate(self.input))

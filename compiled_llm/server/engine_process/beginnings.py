@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # imports torch
 
 _LONG = frozenset(("structured_outputs", "bad_words", "allowed_token_ids"))
 """Settings that are read for as long as their text is."""
-_OF_PICTURES = DaemonThreads(64, "compiled_llm pictures")
-"""Threads of requests with pictures, which mostly wait for the turn of one of them; others need threads meanwhile."""
+_OF_IMAGES = DaemonThreads(64, "compiled_llm images")
+"""Threads of requests with images, which mostly wait for the turn of one of them; others need threads meanwhile."""
 _OTHERS = DaemonThreads(32, "compiled_llm beginnings")
 _LONG_PROMPT = 2**14  # tokens of a prompt that are looked at for milliseconds
 
@@ -34,7 +34,7 @@ class Beginner(Protocol):
 def takes_long(submit: Submit) -> bool:
     """Whether others would wait while a request begins."""
     of_settings = not _LONG.isdisjoint(submit.params)
-    return of_settings or len(submit.prompt) > _LONG_PROMPT or submit.pictured is not None
+    return of_settings or len(submit.prompt) > _LONG_PROMPT or submit.image_prompt is not None
 
 
 def cancelled(submit: Submit) -> StepUpdates:
@@ -66,14 +66,14 @@ class Beginnings:
 
     async def _begin(self, submit: Submit) -> None:
         indices = self._cancelled[submit.request]
-        threads = _OTHERS if submit.pictured is None else _OF_PICTURES
+        threads = _OTHERS if submit.image_prompt is None else _OF_IMAGES
         wanted = functools.partial(_is_whole, indices)
         try:
             begun = await in_thread(lambda: self._desk.begin(submit, wanted), threads)
         except UnwantedError:
             begun = None
         finally:
-            if submit.pictured is not None:
+            if submit.image_prompt is not None:
                 MEMORY.give_back_soon()
         del self._cancelled[submit.request], self._tasks[submit.request]
         if begun is not None and not isinstance(begun, Refused):

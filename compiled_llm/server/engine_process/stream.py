@@ -36,7 +36,7 @@ def begun(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable[[], 
         UnwantedError: the request is not ``wanted`` any more.
     """
     try:
-        return Stream(submit.request, _submitted(engine, submit, max_tokens, wanted), submit.pictured is not None)
+        return Stream(submit.request, _submitted(engine, submit, max_tokens, wanted), submit.image_prompt is not None)
     except UnwantedError:
         raise
     except QueueFullError as error:
@@ -62,9 +62,9 @@ def _submitted(engine: Engine, submit: Submit, max_tokens: int, wanted: Callable
         "cache_salt": submit.cache_salt,
         **submit.wanted,
     }
-    if submit.pictured is None:
+    if submit.image_prompt is None:
         return engine.submit(submit.prompt, params, **options)
-    return needed(SERVED_IMAGES).submitted(engine, submit.pictured, params, max_tokens, wanted, **options)
+    return needed(SERVED_IMAGES).submitted(engine, submit.image_prompt, params, max_tokens, wanted, **options)
 
 
 def _params(plain: dict[str, Any]) -> SamplingParams:

@@ -1,1 +1,1 @@
-"""Pictures in requests: fetched and bounded in API servers, decoded in a worker process of the engine process."""
+"""Images in requests: fetched and bounded in API servers, decoded in a worker process of the engine process."""

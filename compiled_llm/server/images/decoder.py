@@ -1,4 +1,4 @@
-"""The worker process that decodes pictures, which begins each with Pillow in memory."""
+"""The worker process that decodes images, which begins each with Pillow in memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.apart.fork_server import ForkServer
-from compiled_llm.engine.images.pictures import coloured, has_further_frames
+from compiled_llm.engine.images.image_files import coloured, has_further_frames
 from compiled_llm.server.images.messages import MAX_BYTES, Decode, Decoded
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
 class Decoder(ForkServer[Decode]):
-    """A worker that forks for each picture."""
+    """A worker that forks for each image."""
 
     library, done = "Pillow", "decoded"
 
     def __init__(self) -> None:
         super().__init__(Decode, MAX_BYTES)
-        Image.MAX_IMAGE_PIXELS = None  # each picture has a bound of its own
+        Image.MAX_IMAGE_PIXELS = None  # each image has a bound of its own
         Image.init()
         features.check("webp")  # with its library
 

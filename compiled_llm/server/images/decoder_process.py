@@ -1,4 +1,4 @@
-"""The worker process that decodes pictures, as the engine process sees it."""
+"""The worker process that decodes images, as the engine process sees it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.server.images.messages import MAX_BYTES, Decode, Decoded, FromWorker
 
 _SCRIPT = Path(__file__).with_name("decoder_script.py")
-_SECONDS = 3  # of processor time that any picture may take
+_SECONDS = 3  # of processor time that any image may take
 _PIXELS_A_SECOND = 2**22  # for which it may take a second more
-_PATIENCE = 60  # seconds for a picture, however busy the machine is
+_PATIENCE = 60  # seconds for an image, however busy the machine is
 _EACH = 24
 """Bytes that a pixel may take while it is decoded: four as the file has it, as it is turned, and as it is sent."""
-_LEAST = 2**27  # bytes that any picture may take
-_LOST = Failed("lost", "the process that decodes pictures has ended")
+_LEAST = 2**27  # bytes that any image may take
+_LOST = Failed("lost", "the process that decodes images has ended")
 
 
 class DecoderProcess(ForkServerProcess):
-    """The worker's process, which is started with the first picture."""
+    """The worker's process, which is started with the first image."""
 
     def __init__(self) -> None:
         super().__init__(_SCRIPT, MAX_BYTES)
 
     def decoded(self, file: bytes, pixels: int, wanted: Callable[[], bool] = lambda: True) -> Decoded | Failed:
-        """Decode a picture of at most so many pixels, and wait for it; UnwantedError once it is not ``wanted``."""
+        """Decode an image of at most so many pixels, and wait for it; UnwantedError once it is not ``wanted``."""
         task = Decode(file, pixels, _SECONDS + pixels // _PIXELS_A_SECOND, _LEAST + _EACH * pixels)
         deadline = time.monotonic() + _PATIENCE
         try:

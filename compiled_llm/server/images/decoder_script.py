@@ -1,4 +1,4 @@
-"""Started by its path, as the worker process that decodes pictures: see ``decoder``."""
+"""Started by its path, as the worker process that decodes images: see ``decoder``."""
 
 # Python runs it isolated (``-I``), which leaves out the current folder, and this file's own; modules come from where
 # the process that has started it has them from, by the arguments.

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from compiled_llm.engine.images.pictures import UnreadError
+from compiled_llm.engine.images.image_files import UnreadError
 from compiled_llm.server.images.turns import Asker
 
 

@@ -1,4 +1,4 @@
-"""Fetches pictures from addresses of the hosts that the operator names, and of no machine of a private network."""
+"""Fetches images from addresses of the hosts that the operator names, and of no machine of a private network."""
 
 # The address that is checked is the one that is connected to: a name may mean another one a moment later. There is no
 # proxy on the way, and no cookie.

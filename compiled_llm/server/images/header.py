@@ -1,4 +1,4 @@
-"""What the header of a picture's file says of it; nothing is decoded, and the rest of the file is not looked at."""
+"""What the header of an image's file says of it; nothing is decoded, and the rest of the file is not looked at."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Header(NamedTuple):
-    """The format of a picture, and its size in pixels."""
+    """The format of an image, and its size in pixels."""
 
     format: str
     width: int
@@ -40,7 +40,7 @@ class Header(NamedTuple):
 
 
 def header_of(file: bytes) -> Header:
-    """Return what a file says of itself; ValueError, a sentence without its subject, if it is no picture we decode."""
+    """Return what a file says of itself; ValueError, a sentence without its subject, if it is no image we decode."""
     if file.startswith(_PNG):
         return _png(file)
     if file.startswith(b"\xff\xd8\xff"):
@@ -54,7 +54,7 @@ def header_of(file: bytes) -> Header:
     named = next((name for begin, name in _OTHERS.items() if file[: len(begin)].lower() == begin.lower()), None)
     if named is None and file[4:8] == b"ftyp":
         named = "AVIF, HEIC or a video"
-    raise ValueError(f"is {named or 'no picture'}; give {FORMATS}")
+    raise ValueError(f"is {named or 'no image'}; give {FORMATS}")
 
 
 def _png(file: bytes) -> Header:

@@ -1,4 +1,4 @@
-"""The messages between an engine process and the worker process that decodes pictures."""
+"""The messages between an engine process and the worker process that decodes images."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from msgspec import Struct
 from compiled_llm.engine.apart.exchange import Failed
 
 MAX_BYTES = 2**28 + 2**10
-"""Of a picture: its file, or four bytes for each pixel."""
+"""Of an image: its file, or four bytes for each pixel."""
 
 
 class Decode(Struct, tag="decode", frozen=True):
-    """A picture to decode."""
+    """An image to decode."""
 
     file: bytes
     pixels: int  # that it may have
@@ -22,7 +22,7 @@ class Decode(Struct, tag="decode", frozen=True):
 
 
 class Decoded(Struct, tag="decoded", frozen=True):
-    """The pixels of a picture, turned as its camera says."""
+    """The pixels of an image, turned as its camera says."""
 
     width: int
     height: int

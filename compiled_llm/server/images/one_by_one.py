@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from compiled_llm.engine.apart.unwanted import UnwantedError
-from compiled_llm.engine.images.pictures import UnreadError, as_read_by
+from compiled_llm.engine.images.image_files import UnreadError, as_read_by
 from compiled_llm.server.defaults import MOST_IMAGE_PIXELS
 from compiled_llm.server.images.deferred_image import DeferredImage
 from compiled_llm.server.images.turns import Turns

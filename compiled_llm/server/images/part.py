@@ -1,4 +1,4 @@
-"""The functions by which the rest of the server uses pictures."""
+"""The functions by which the rest of the server uses images."""
 
 # API servers import this module; what an engine process needs alone, which has torch and Pillow, is imported there.
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from compiled_llm.protocol.messages import Pictured, Ready
+from compiled_llm.protocol.messages import ImagePrompt, Ready
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.images.sources import GivenImage, files_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 async def read(given: Sequence[tuple[str, str]], ready: Ready, settings: ApiServerSettings) -> list[bytes]:
-    """Return the files of a request's pictures, each given by the path of its field and what that has.
+    """Return the files of a request's images, each given by the path of its field and what that has.
 
     Raises:
         ApiError: the model has no eyes, there are too many, or one cannot be had.
@@ -41,7 +41,7 @@ async def read(given: Sequence[tuple[str, str]], ready: Ready, settings: ApiServ
     if len(images) > most:
         over = images[most].path
         raise invalid(
-            f"{over}: the request has {len(images):,} pictures, and there can be {most} (--limit-mm-per-prompt)", over
+            f"{over}: the request has {len(images):,} images, and there can be {most} (--limit-mm-per-prompt)", over
         )
     return await files_of(images, settings)
 
@@ -50,14 +50,14 @@ async def read(given: Sequence[tuple[str, str]], ready: Ready, settings: ApiServ
 
 
 def processor_of(load: Callable[[], Any]) -> ServedProcessor:
-    """Return a processor for an engine; ``load`` is called with the first picture."""
+    """Return a processor for an engine; ``load`` is called with the first image."""
     from compiled_llm.server.images.processor import ServedProcessor
 
     return ServedProcessor(load)
 
 
 def reads_images(model: PreTrainedModel, processor: object) -> bool:
-    """Whether an engine process takes pictures for a model."""
+    """Whether an engine process takes images for a model."""
     from compiled_llm.compat.huggingface import sees_images
     from compiled_llm.server.images.processor import ServedProcessor
 
@@ -66,13 +66,13 @@ def reads_images(model: PreTrainedModel, processor: object) -> bool:
 
 def submitted(
     engine: Engine,
-    pictured: Pictured,
+    image_prompt: ImagePrompt,
     params: SamplingParams,
     max_tokens: int,
     wanted: Callable[[], bool],
     **waiting: Any,
 ) -> RequestHandle:
-    """Submit a prompt with pictures once the processor has read them.
+    """Submit a prompt with images once the processor has read them.
 
     Args:
         max_tokens: that a request may have.
@@ -86,8 +86,8 @@ def submitted(
 
     processor = engine.processor
     if not isinstance(processor, ServedProcessor):
-        raise ValueError("prompt: it has a picture, and the engine process has no processor of its model")
-    inputs = processor.inputs(pictured, max_tokens - 1, wanted)  # a token is left for the answer
+        raise ValueError("prompt: it has an image, and the engine process has no processor of its model")
+    inputs = processor.inputs(image_prompt, max_tokens - 1, wanted)  # a token is left for the answer
     handle = engine.submit(inputs, params, **waiting)
     processor.keep(handle, inputs)
     return handle

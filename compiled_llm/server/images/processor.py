@@ -1,4 +1,4 @@
-"""The processor of an engine process, which is loaded with the first picture, with the worker that decodes them."""
+"""The processor of an engine process, which is loaded with the first image, with the worker that decodes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.engine.apart.unwanted import UnwantedError
-from compiled_llm.protocol.messages import Pictured
+from compiled_llm.protocol.messages import ImagePrompt
 from compiled_llm.requests.users_code import described
 
 if TYPE_CHECKING:  # imports Pillow
@@ -16,10 +16,10 @@ if TYPE_CHECKING:  # imports Pillow
 
 
 class ServedProcessor:
-    """A processor of HuggingFace's as engines call it, once there is a picture."""
+    """A processor of HuggingFace's as engines call it, once there is an image."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
-        """``load`` returns the processor; it runs once, in the thread of the first picture."""
+        """``load`` returns the processor; it runs once, in the thread of the first image."""
         self._load = load
         self._lock = threading.Lock()
         self._reader: ImageReader | None = None
@@ -46,14 +46,14 @@ class ServedProcessor:
             raise AttributeError(name)
         return getattr(self._loaded().processor, name)
 
-    def inputs(self, pictured: Pictured, max_tokens: int, wanted: Callable[[], bool]) -> Mapping[str, Any]:
-        """Return what the processor makes of a text with pictures; raises as ``ImageReader.inputs``."""
+    def inputs(self, image_prompt: ImagePrompt, max_tokens: int, wanted: Callable[[], bool]) -> Mapping[str, Any]:
+        """Return what the processor makes of a text with images; raises as ``ImageReader.inputs``."""
         if not wanted():
             raise UnwantedError
-        return self._loaded().inputs(pictured, max_tokens, wanted)
+        return self._loaded().inputs(image_prompt, max_tokens, wanted)
 
     def keep(self, handle: RequestHandle, inputs: Mapping[str, Any]) -> None:
-        """Count what a request keeps of its pictures until it has ended."""
+        """Count what a request keeps of its images until it has ended."""
         self._loaded().keep(handle, inputs)
 
     def close(self) -> None:

@@ -11,10 +11,10 @@ from PIL import Image
 from torch import Tensor
 
 from compiled_llm.compat.images.image_tokens import image_tokens
+from compiled_llm.engine.images.image_files import UnreadError
 from compiled_llm.engine.images.inputs import inputs_of_text
-from compiled_llm.engine.images.pictures import UnreadError
 from compiled_llm.engine.images.scaling import largest_size, oversized
-from compiled_llm.protocol.messages import Pictured
+from compiled_llm.protocol.messages import ImagePrompt
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.server.defaults import MAX_REQUEST_PIXELS, MOST_IMAGE_PIXELS
 from compiled_llm.server.images.decoder_process import DecoderProcess
@@ -51,7 +51,7 @@ class ImageReader:
         if self._decoder is not None:
             self._decoder.close()
 
-    def inputs(self, pictured: Pictured, max_tokens: int, wanted: Callable[[], bool]) -> Mapping[str, Any]:
+    def inputs(self, image_prompt: ImagePrompt, max_tokens: int, wanted: Callable[[], bool]) -> Mapping[str, Any]:
         """Return what the processor makes of a text with images, each of which is decoded in its turn.
 
         Args:
@@ -63,17 +63,17 @@ class ImageReader:
             UnwantedError: they are not ``wanted`` any more.
         """
         place = getattr(self.processor, "image_token", None)
-        places = 0 if place is None else pictured.text.count(place)
-        if places not in (0, len(pictured.images)):
+        places = 0 if place is None else image_prompt.text.count(place)
+        if places not in (0, len(image_prompt.images)):
             raise ValueError(
-                f"prompt: the chat has {places} places of pictures, {place}, for {len(pictured.images)}; texts must "
+                f"prompt: the chat has {places} places of images, {place}, for {len(image_prompt.images)}; texts must "
                 "not have this token"
             )
-        headers = [_header(number, file) for number, file in enumerate(pictured.images)]
-        asker, most = Asker(wanted), min(pictured.max_pixels, MOST_IMAGE_PIXELS)
+        headers = [_header(number, file) for number, file in enumerate(image_prompt.images)]
+        asker, most = Asker(wanted), min(image_prompt.max_pixels, MOST_IMAGE_PIXELS)
         images = [
             self._deferred(f"images[{number}]", file, header, most, asker)
-            for number, (file, header) in enumerate(zip(pictured.images, headers, strict=True))
+            for number, (file, header) in enumerate(zip(image_prompt.images, headers, strict=True))
         ]
         if (pixels := sum(image.pixels for image in images)) > MAX_REQUEST_PIXELS:
             raise ValueError(f"prompt: its images have {pixels:,} pixels; at most {MAX_REQUEST_PIXELS:,} are decoded")
@@ -83,7 +83,7 @@ class ImageReader:
                 f"prompt: its images are {tokens:,} tokens, and it can have {max_tokens:,}; send fewer, or smaller ones"
             )
         try:
-            return inputs_of_text(pictured.text, images, self.processor)
+            return inputs_of_text(image_prompt.text, images, self.processor)
         except UnreadError as error:
             raise error.__cause__ or error from None
 

@@ -1,4 +1,4 @@
-"""Where a request's pictures come from: data in the request, files below one folder, and addresses of named hosts."""
+"""Where a request's images come from: data in the request, files below one folder, and addresses of named hosts."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from compiled_llm.server.settings import ApiServerSettings
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,", re.ASCII | re.IGNORECASE)
 _TYPES = frozenset(("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"))
 _FETCHING = DaemonThreads(16, "compiled_llm fetching")  # which waits; long texts need threads meanwhile
-_SECONDS = 10.0  # that all of fetching one picture may take
+_SECONDS = 10.0  # that all of fetching one image may take
 _LONGEST_ADDRESS = 4096  # characters
 
 
 class GivenImage(NamedTuple):
-    """A picture of a request: the path of its field, and what that has."""
+    """An image of a request: the path of its field, and what that has."""
 
     path: str
     url: str
 
 
 async def files_of(given: Sequence[GivenImage], settings: ApiServerSettings) -> list[bytes]:
-    """Return the files of a request's pictures, of which headers alone were read.
+    """Return the files of a request's images, of which headers alone were read.
 
     Raises:
-        ApiError: one is too large, not allowed, cannot be had, or is no picture, or all together have too many pixels.
+        ApiError: one is too large, not allowed, cannot be had, or is no image, or all together have too many pixels.
     """
     files = await asyncio.gather(*(_file(image, settings) for image in given))
     pixels = 0
@@ -87,7 +87,7 @@ def _too_large(image: GivenImage, why: str) -> ApiError:
 def _data(image: GivenImage, most: int) -> bytes:
     found = _DATA.match(image.url)
     if found is None or found[3] is None:
-        raise invalid(f"{image.path}: give data:image/png;base64,... with the file of a picture", image.path)
+        raise invalid(f"{image.path}: give data:image/png;base64,... with the file of an image", image.path)
     if found[1] is not None and found[1].lower() not in _TYPES:
         raise invalid(f"{image.path}: is of type {found[1]}; give {FORMATS}", image.path)
     count = (len(image.url) - found.end()) * 3 // 4

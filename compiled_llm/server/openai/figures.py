@@ -40,8 +40,8 @@ FEATURES = {
         ),
     },
     "encoder_cache": {
-        "queries": ("mm_cache_queries", "Pictures that were looked up among those the encoder has seen"),
-        "hits": ("mm_cache_hits", "Pictures that were not encoded again"),
+        "queries": ("mm_cache_queries", "Images that were looked up among those the encoder has seen"),
+        "hits": ("mm_cache_hits", "Images that were not encoded again"),
     },
 }
 """Counters of features, which are there once one is in use: vLLM's names, by our fields; of a list, by position."""

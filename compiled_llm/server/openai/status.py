@@ -112,7 +112,7 @@ def _card(name: str, api_server: ApiServer) -> ModelCard:
         created=settings.created,
         max_model_len=None if ready is None else ready.max_tokens,
         limit_mm_per_prompt={"image": settings.limit_mm_per_prompt if reads_images else 0},
-        max_body_bytes=settings.body_bytes(reads_images),
+        max_body_bytes=api_server.body_bytes(),
         input_modalities=["text", "image"] if reads_images else ["text"],
         output_modalities=["text"] if ready is None or ready.pooled.silent is None else [],
     )

@@ -63,7 +63,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the tokens that a request with this prompt, or these messages, has."""
     model = api_server_of(request).model_for(body.model)
     if images := images_in(body.messages or ()):
-        raise invalid(f"{images[0][0]}: pictures are counted in the usage of an answer alone", images[0][0])
+        raise invalid(f"{images[0][0]}: images are counted in the usage of an answer alone", images[0][0])
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give a text here, or messages", "prompt")
 

@@ -1,4 +1,4 @@
-"""Attention inside segments of packed tokens, which see each other both ways: the pictures of an encoder."""
+"""Attention inside segments of packed tokens, which see each other both ways: the images of an encoder."""
 
 # Shapes: T packed tokens, N segments, H heads, D head dimension.
 

@@ -91,7 +91,7 @@ def of_mamba(model: PreTrainedModel) -> Iterator[Tensor]:
     yield model(IDS[:, :1], **{argument: output[argument]}).logits
 
 
-def of_pictures(model: PreTrainedModel) -> Iterator[Tensor]:
+def of_images(model: PreTrainedModel) -> Iterator[Tensor]:
     yield model.generate(**with_images("Qwen3VL"), **OPTIONS)
 
 
@@ -101,7 +101,7 @@ def of_pictures(model: PreTrainedModel) -> Iterator[Tensor]:
     [
         (tiny_llama, of_llama),
         (lambda: recurrent_model("Mamba", 0), of_mamba),
-        (lambda: make_seeing("Qwen3VL", 0), of_pictures),
+        (lambda: make_seeing("Qwen3VL", 0), of_images),
     ],
     ids=["Llama", "Mamba", "Qwen3VL"],
 )

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.protocol.messages import Pictured
+from compiled_llm.protocol.messages import ImagePrompt
 from support.huggingface.word_processor import image_processor
-from support.server.pictures import png
+from support.server.images import png
 
 SAID = "of which the model's processor makes 1,008,000 x 336, and at most 33,554,432 are made"
 
@@ -32,7 +32,7 @@ class Reader:
         self._reader = ImageReader(Processor(image_processor("CLIP", size={"shortest_edge": 336}, crop_size=336)))
 
     def inputs(self, *files: bytes) -> Any:
-        return self._reader.inputs(Pictured("w1", [*files], 2**25), 99, lambda: True)
+        return self._reader.inputs(ImagePrompt("w1", [*files], 2**25), 99, lambda: True)
 
 
 class Processor:

@@ -12,11 +12,11 @@ import pytest
 
 from compiled_llm.client import Client
 from compiled_llm.engine.apart.unwanted import UnwantedError
-from compiled_llm.protocol.messages import Pictured
+from compiled_llm.protocol.messages import ImagePrompt
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.huggingface.word_processor import as_file, painted
 from support.server.engine_processes import PATIENCE, until
-from support.server.pictures import data_url, png, shown
+from support.server.images import data_url, png, shown
 
 CHAT = "/v1/chat/completions"
 RED = as_file(painted(1))
@@ -96,5 +96,5 @@ def test_what_was_cancelled_while_it_was_decoded_ends(seen, slow):
 
 def test_what_was_left_before_its_turn_is_not_looked_at(seen, slow):
     with pytest.raises(UnwantedError):
-        seen.engine.processor.inputs(Pictured("no places", [b"no image"]), 99, lambda: False)
+        seen.engine.processor.inputs(ImagePrompt("no places", [b"no image"]), 99, lambda: False)
     assert slow.begun == 0

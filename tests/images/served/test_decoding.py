@@ -1,4 +1,4 @@
-"""Pictures are decoded in a worker process with limits, which is started with the first one."""
+"""Images are decoded in a worker process with limits, which is started with the first one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from support.huggingface.word_processor import as_file, painted
 from support.server.engine_processes import until
-from support.server.pictures import data_url, shown
+from support.server.images import data_url, shown
 
 CHAT = "/v1/chat/completions"
 RED = as_file(painted(1))
@@ -23,10 +23,10 @@ def ask(seen, url: str = data_url(RED)):
     return seen.server.http.post(CHAT, json={"messages": shown(url), "max_tokens": 1})
 
 
-def test_the_worker_is_started_with_the_first_picture_and_again_if_it_dies(seen):
+def test_the_worker_is_started_with_the_first_image_and_again_if_it_dies(seen):
     served: Any = seen.engine.processor
     served.close()
-    vars(served).update(_reader=None)  # as if no picture had come yet
+    vars(served).update(_reader=None)  # as if no image had come yet
     seen.server.post(CHAT, messages=[{"role": "user", "content": "w1"}], max_tokens=1)
     assert served._reader is None
     assert ask(seen).status_code == 200
@@ -39,7 +39,7 @@ def test_the_worker_is_started_with_the_first_picture_and_again_if_it_dies(seen)
     assert served._reader.decoder.pid != first
 
 
-def test_a_picture_that_takes_too_much_is_refused_and_the_next_one_is_decoded(seen):
+def test_a_image_that_takes_too_much_is_refused_and_the_next_one_is_decoded(seen):
     from compiled_llm.engine.apart.exchange import Failed
     from compiled_llm.engine.apart.unwanted import UnwantedError
     from compiled_llm.server.images.decoder_process import DecoderProcess
@@ -60,7 +60,7 @@ def test_a_picture_that_takes_too_much_is_refused_and_the_next_one_is_decoded(se
     assert process.decoded(large, 1000) == Failed("limit", "it has 700 x 700 pixels, and at most 1,000 are decoded")
 
 
-def test_an_api_server_that_has_read_a_picture_has_imported_neither_pillow_nor_a_processor():
+def test_an_api_server_that_has_read_a_image_has_imported_neither_pillow_nor_a_processor():
     script = (
         "import sys, asyncio\n"
         "from compiled_llm.server.images.sources import GivenImage, files_of\n"

@@ -1,4 +1,4 @@
-"""Pictures at addresses: a server of this machine stands for one of the Internet, and leads elsewhere."""
+"""Images at addresses: a server of this machine stands for one of the Internet, and leads elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RED = as_file(painted(1))
 
 
 class Pages(BaseHTTPRequestHandler):
-    """Pictures, and ways that lead away from them."""
+    """Images, and ways that lead away from them."""
 
     def do_GET(self) -> None:
         name, _, rest = self.path[1:].partition("?")[0].partition("/")
@@ -75,7 +75,7 @@ def bounds(fetching: Any, **others: Any) -> Any:
     return fetching.Bounds(**given)
 
 
-def test_a_picture_is_fetched_and_led_to(fetching, site):
+def test_a_image_is_fetched_and_led_to(fetching, site):
     for path in ("/red.png", "/red.png?a=b#c", "/to//red.png", "/to/http://localhost:PORT/red.png"):
         assert fetching.fetched(site + path, bounds(fetching)) == RED
 

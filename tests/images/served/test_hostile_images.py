@@ -1,4 +1,4 @@
-"""Forty kinds of hostile pictures: each is refused with a sentence and its field, and a stream beside it goes on."""
+"""Forty kinds of hostile images: each is refused with a sentence and its field, and a stream beside it goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from support.huggingface.word_processor import as_file, painted
-from support.server.pictures import chunk, data_url, png, shown
+from support.server.images import chunk, data_url, png, shown
 
 CHAT = "/v1/chat/completions"
 RED = as_file(painted(1))
@@ -92,8 +92,8 @@ KINDS: dict[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "a BMP": (file(as_file(painted(1), "BMP")), 400, URL, "BMP"),
     "a TIFF": (file(as_file(painted(1), "TIFF")), 400, URL, "TIFF"),
     "an AVIF": (file(AVIF), 400, URL, "AVIF"),
-    "noise": (file(os.urandom(3000)), 400, URL, "no picture"),
-    "nothing": (file(b""), 400, URL, "no picture"),
+    "noise": (file(os.urandom(3000)), 400, URL, "no image"),
+    "nothing": (file(b""), 400, URL, "no image"),
     "a PNG without pixels": (file(png(0, 10)), 400, URL, "no pixels"),
     "10^9 pixels as PNG": (file(png(50_000, 20_000)), 413, URL, "50,000 x 20,000"),
     "10^18 pixels as PNG": (file(png(2**31 - 1, 2**31 - 1)), 413, URL, "at most"),
@@ -123,16 +123,16 @@ KINDS: dict[str, tuple[Callable[[Path], Any], int, str, str]] = {
     "an address with a line": (at("http://127.0.0.1:1/a\r\nHost: b"), 400, URL, "HTTP"),
     "another protocol": (at("ftp://127.0.0.1/a.png"), 400, URL, "address"),
     "a long address": (at("http://127.0.0.1/" + "a" * 5000), 400, URL, "characters"),
-    "10,000 pictures": (lambda media: shown(*["data:,"] * 10_000), 400, "", "more than 65,536"),
-    "5,000 pictures": (lambda media: shown(*["data:,"] * 5000), 400, "messages[0].content[16]", "5,000"),
-    "17 pictures": (lambda media: shown(*[data_url(RED)] * 17), 400, "messages[0].content[16]", "17"),
+    "10,000 images": (lambda media: shown(*["data:,"] * 10_000), 400, "", "more than 65,536"),
+    "5,000 images": (lambda media: shown(*["data:,"] * 5000), 400, "messages[0].content[16]", "5,000"),
+    "17 images": (lambda media: shown(*[data_url(RED)] * 17), 400, "messages[0].content[16]", "17"),
     "a video": (part({"type": "video_url", "video_url": {"url": "a"}}), 400, "messages[0].content[0].type", "videos"),
     "sound": (part({"type": "input_audio", "input_audio": {}}), 400, "messages[0].content[0].type", "sound"),
     "a file by its number": (part({"type": "file", "file": {}}), 400, "messages[0].content[0].type", "files"),
     "a part of no kind": (part({"type": "smell"}), 400, "messages[0].content[0].type", "parts are"),
-    "a picture without a place": (part({"type": "image_url", "image_url": {}}), 400, URL, "missing"),
-    "a picture of the system's": (part(shown("data:,")[0]["content"][0], "system"), 400, "messages[0].content", "user"),
-    "a text with the token of pictures": (
+    "an image without a place": (part({"type": "image_url", "image_url": {}}), 400, URL, "missing"),
+    "an image of the system's": (part(shown("data:,")[0]["content"][0], "system"), 400, "messages[0].content", "user"),
+    "a text with the token of images": (
         lambda media: shown(data_url(RED), text="w1 <|image_pad|>"),
         *(400, "messages", "2 places"),
     ),
@@ -155,7 +155,7 @@ def attacked(seen) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_picture_is_refused_by_its_field_and_streams_go_on(attacked, kind):
+def test_what_is_no_image_is_refused_by_its_field_and_streams_go_on(attacked, kind):
     made, status, param, word = KINDS[kind]
     text = [{"role": "user", "content": "w5"}]
     stream = attacked.server.events(CHAT, messages=text, max_tokens=5, ignore_eos=True)
@@ -171,12 +171,12 @@ def test_what_is_no_picture_is_refused_by_its_field_and_streams_go_on(attacked, 
 
 
 @pytest.mark.parametrize("field", [{"prompt_logprobs": 1}, {"truncate_prompt_tokens": 9}])
-def test_fields_that_do_not_go_with_pictures_are_refused(attacked, field):
+def test_fields_that_do_not_go_with_images_are_refused(attacked, field):
     response = attacked.server.http.post(CHAT, json={"messages": shown(data_url(RED)), **field})
     assert (response.status_code, response.json()["error"]["param"]) == (400, *field)
 
 
-def test_pictures_are_not_tokenized_apart(attacked):
+def test_images_are_not_tokenized_apart(attacked):
     response = attacked.server.http.post("/tokenize", json={"messages": shown(data_url(RED))})
     assert (response.status_code, response.json()["error"]["param"]) == (400, URL)
 

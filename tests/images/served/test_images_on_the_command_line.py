@@ -13,7 +13,7 @@ from support.commands.command_line import invoke
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.seeing_folder import seeing_folder
 from support.server.engine_processes import until
-from support.server.pictures import data_url, shown
+from support.server.images import data_url, shown
 from support.server.running_servers import serving
 
 RUNNING = ("--mode", "eager", "--device", "cpu", "--greedy", "--max-new-tokens", "5", "--quiet")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
 
 @pytest.fixture(scope="module")
 def answer(folder: Path) -> str:
-    """HuggingFace's answer to the picture with a text."""
+    """HuggingFace's answer to the image with a text."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model: Any = AutoModelForImageTextToText.from_pretrained(folder)
@@ -43,7 +43,7 @@ def answer(folder: Path) -> str:
     return str(processor.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def test_generate_and_chat_show_a_picture(folder, answer):
+def test_generate_and_chat_show_a_image(folder, answer):
     image = ("--image", str(folder / "a.png"))
     done = invoke("generate", "w5 w6", "--model", str(folder), *image, *RUNNING)
     assert done.stdout.strip() == answer, done.stderr
@@ -54,12 +54,12 @@ def test_generate_and_chat_show_a_picture(folder, answer):
     assert "/image /none.png: there is no such file" in done.stderr
 
 
-def test_a_chat_over_http_shows_a_picture(seen):
-    picture = seen.media / "red.png"
-    part = {"type": "image", "image": str(picture)}
+def test_a_chat_over_http_shows_a_image(seen):
+    image = seen.media / "red.png"
+    part = {"type": "image", "image": str(image)}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "w5 w6"}]}]
     same = seen.engine.submit(messages, greedy(5)).result(PATIENCE)
-    options = ("--image", str(picture), "--greedy", "--max-new-tokens", "5", "--quiet")
+    options = ("--image", str(image), "--greedy", "--max-new-tokens", "5", "--quiet")
     done = invoke("chat", "--server", seen.server.url, *options, stdin="w5 w6\n")
     assert done.stdout.strip() == same.text, done.stderr
 

@@ -12,7 +12,7 @@ import pytest
 from compiled_llm.server.defaults import MAX_KEPT_OF_IMAGES, MAX_REQUEST_PIXELS, MOST_IMAGE_PIXELS
 from support.imports import CHECKOUT
 from support.server.engine_processes import until
-from support.server.pictures import data_url, png, shown
+from support.server.images import data_url, png, shown
 
 CHAT = "/v1/chat/completions"
 SIDE = 2048

@@ -97,7 +97,7 @@ def test_a_whole_processor_holds_one_image_at_a_time():
 
 
 def test_images_that_are_read_together_are_bounded_together(monkeypatch):
-    from compiled_llm.engine.images.pictures import UnreadError
+    from compiled_llm.engine.images.image_files import UnreadError
     from compiled_llm.server.images import one_by_one
 
     monkeypatch.setattr(one_by_one, "MOST_IMAGE_PIXELS", 3000)

@@ -1,4 +1,4 @@
-"""Pictures over HTTP: tokens are those of `engine.submit` with the same picture, and all of them are counted."""
+"""Images over HTTP: tokens are those of `engine.submit` with the same image, and all of them are counted."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import torch
 from PIL import Image
 
-from compiled_llm.protocol.messages import Pictured
+from compiled_llm.protocol.messages import ImagePrompt
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.word_processor import as_file, painted, qwen_processor
-from support.server.pictures import data_url, shown
+from support.server.images import data_url, shown
 
 TOKENS = 6
 
 
-def as_parts(messages: list[dict[str, Any]], *pictures: Any) -> list[dict[str, Any]]:
-    """The messages as engines take them, with these pictures in the place of those."""
-    rest = iter(pictures)
+def as_parts(messages: list[dict[str, Any]], *images: Any) -> list[dict[str, Any]]:
+    """The messages as engines take them, with these images in the place of those."""
+    rest = iter(images)
     return [
         {**message, "content": [_own(part, rest) for part in message["content"]]}
         if isinstance(message["content"], list)
@@ -31,13 +31,13 @@ def as_parts(messages: list[dict[str, Any]], *pictures: Any) -> list[dict[str, A
     ]
 
 
-def _own(part: dict[str, Any], pictures: Any) -> dict[str, Any]:
-    return part if part["type"] == "text" else {"type": "image", "image": next(pictures)}
+def _own(part: dict[str, Any], images: Any) -> dict[str, Any]:
+    return part if part["type"] == "text" else {"type": "image", "image": next(images)}
 
 
-def expected(seen: Any, messages: list[dict[str, Any]], *pictures: Any) -> Any:
-    """What the engine answers with the same pictures."""
-    return seen.engine.submit(as_parts(messages, *pictures), greedy(TOKENS)).result(PATIENCE)
+def expected(seen: Any, messages: list[dict[str, Any]], *images: Any) -> Any:
+    """What the engine answers with the same images."""
+    return seen.engine.submit(as_parts(messages, *images), greedy(TOKENS)).result(PATIENCE)
 
 
 def asked(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
@@ -46,7 +46,7 @@ def asked(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("format", "kind"), [("PNG", "png"), ("JPEG", "jpeg"), ("WEBP", "webp"), ("GIF", "gif")])
-def test_a_picture_has_the_engine_s_tokens_streamed_and_whole(seen, client, format, kind):
+def test_a_image_has_the_engine_s_tokens_streamed_and_whole(seen, client, format, kind):
     file = as_file(painted(3, 40, 24), format)
     messages = shown(data_url(file, f"image/{kind}"), text="w7 w8 w9")
     same = expected(seen, messages, Image.open(io.BytesIO(file)).convert("RGB"))
@@ -60,9 +60,9 @@ def test_a_picture_has_the_engine_s_tokens_streamed_and_whole(seen, client, form
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_several_pictures_of_several_turns_keep_their_places(seen, client):
+def test_several_images_of_several_turns_keep_their_places(seen, client):
     one, two, three = (painted(seed, width, 16) for seed, width in ((4, 16), (5, 32), (6, 24)))
-    urls = [data_url(as_file(picture)) for picture in (one, two, three)]
+    urls = [data_url(as_file(image)) for image in (one, two, three)]
     messages = [*shown(*urls[:2]), {"role": "assistant", "content": "w11"}, *shown(urls[2], text="w12")]
     answer = asked(client, messages, n=2)
     same = expected(seen, messages, one, two, three)
@@ -71,9 +71,9 @@ def test_several_pictures_of_several_turns_keep_their_places(seen, client):
 
 
 def test_token_ids_of_the_prompt_are_told(seen, client):
-    picture = painted(7)
-    messages = shown(data_url(as_file(picture)))
-    same = expected(seen, messages, picture)
+    image = painted(7)
+    messages = shown(data_url(as_file(image)))
+    same = expected(seen, messages, image)
     extra = {"extra_body": {"ignore_eos": True, "return_token_ids": True}}
     assert asked(client, messages, **extra).prompt_token_ids == same.prompt_token_ids
     first = next(iter(asked(client, messages, stream=True, **extra)))
@@ -81,16 +81,16 @@ def test_token_ids_of_the_prompt_are_told(seen, client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_take_pictures(seen, client, stream):
-    picture = painted(8)
-    url = data_url(as_file(picture))
+def test_responses_take_images(seen, client, stream):
+    image = painted(8)
+    url = data_url(as_file(image))
     content = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "w5 w6"}]
     options = {"temperature": 0, "max_output_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
     given: Any = [{"role": "user", "content": content}]
     answer = client.responses.create(model="tiny", input=given, stream=stream, **options)
     if stream:
         answer = list(answer)[-1].response
-    same = expected(seen, shown(url), picture)
+    same = expected(seen, shown(url), image)
     assert answer.output_text == same.text
     assert answer.usage.input_tokens == len(same.prompt_token_ids)
 
@@ -101,10 +101,10 @@ def test_a_file_below_the_folder_is_read(seen, client):
 
 
 def test_a_camera_s_turn_is_followed(seen, client):
-    picture, exif = painted(9, 32, 16), Image.Exif()
+    image, exif = painted(9, 32, 16), Image.Exif()
     exif[0x0112] = 6
-    file = as_file(picture, "PNG", exif=exif)
-    same = expected(seen, shown("x"), picture.rotate(-90, expand=True))
+    file = as_file(image, "PNG", exif=exif)
+    same = expected(seen, shown("x"), image.rotate(-90, expand=True))
     assert asked(client, shown(data_url(file))).choices[0].message.content == same.text
 
 
@@ -142,7 +142,7 @@ def clear(mode: str) -> Image.Image:
 def test_what_is_transparent_has_huggingface_s_pixels(seen, file):
     text = "w5 <|vision_start|><|image_pad|><|vision_end|> w6"
     theirs = qwen_processor()(text=[text], images=[Image.open(io.BytesIO(file))], return_tensors="pt")
-    ours = seen.engine.processor.inputs(Pictured(text, [file]), 99, lambda: True)
+    ours = seen.engine.processor.inputs(ImagePrompt(text, [file]), 99, lambda: True)
     assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
     assert torch.equal(ours["input_ids"], theirs["input_ids"])
 
@@ -161,7 +161,7 @@ def test_what_comes_again_is_counted(seen, client):
     assert seen.engine.stats().encoder_cache.nbytes > 0
 
 
-def test_a_body_with_pictures_may_be_longer_than_one_of_text(seen):
+def test_a_body_with_images_may_be_longer_than_one_of_text(seen):
     body = json.dumps({"messages": shown(data_url(as_file(painted(11)))), "max_tokens": 1}).encode()
     headers = {"Content-Type": "application/json"}
     for size, status in ((2**23 + 1, 200), (2**25 + 1, 413)):

@@ -64,7 +64,7 @@ def test_wrong_arguments_raise(change: dict[str, Any], message: str) -> None:
 
 
 def test_pytorch_has_the_private_ops_by_which_cuda_attends() -> None:
-    """Without one, pictures cannot be encoded in steps on CUDA; ends when ``varlen_attn`` takes float32, too."""
+    """Without one, images cannot be encoded in steps on CUDA; ends when ``varlen_attn`` takes float32, too."""
     flash = torch.ops.aten._flash_attention_forward.default._schema
     efficient = torch.ops.aten._efficient_attention_forward.default._schema
     assert [own.name for own in flash.arguments][:11] == [

@@ -11,7 +11,7 @@ from support.gpu import needs_cuda
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
-STARTS = {"pictures": ([0, 300, 512, 512, 700], 0), "windows": ([0, 64, 128, 160, 224, 256, 256], 64)}
+STARTS = {"images": ([0, 300, 512, 512, 700], 0), "windows": ([0, 64, 128, 160, 224, 256, 256], 64)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -20,10 +20,10 @@ class Asked:
     """A request; features write into it before it is sent.
 
     Attributes:
-        ids: the prompt, with the places of pictures.
+        ids: the prompt, with the places of images.
         tokens: how many its answer has, unless a grammar ends it.
         begins: after how many tokens of the first request it is sent.
-        inputs: what a processor gives for pictures, ``input_ids`` among it; None for text.
+        inputs: what a processor gives for images, ``input_ids`` among it; None for text.
         params: fields of ``SamplingParams``.
         processors: what make HuggingFace's processors, which do to logits what ``params`` do.
         hidden: whether it wants the last hidden states.

@@ -27,7 +27,7 @@ from support.combined.subjects import LARGER, ON_GPU, SPECIAL, TINY, WORDS, Size
 from support.engine.text_tokenizers import byte_level
 from support.execution.twins import SMALL, random_model
 from support.huggingface.families import FAMILIES
-from support.images import Picture, prompt_of
+from support.images import SampleImage, prompt_of
 
 ROWS = 32
 LONGEST_STEP = 60.0
@@ -61,7 +61,7 @@ def requests_of(subject: str, features: Sequence[Feature], count: int, draw: Ran
     for _ in range(count):
         words = draw.choices(range(3, 100), k=draw.randint(*sizes.prompts))
         if subject == "images" and draw.random() < 0.5:
-            inputs = prompt_of("Qwen3VL", *words[:3], Picture(draw.randrange(3)), *words[3:])
+            inputs = prompt_of("Qwen3VL", *words[:3], SampleImage(draw.randrange(3)), *words[3:])
             own = Asked(inputs["input_ids"][0].tolist(), draw.randint(8, 40), inputs=inputs)
         else:
             text = (words[: draw.randint(2, 5)] * len(words))[: len(words)] if draw.random() < 0.6 else words

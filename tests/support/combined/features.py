@@ -90,7 +90,7 @@ def _hidden(asked: Asked, chance: Random) -> None:
 
 
 def _shared(asked: Asked, chance: Random) -> None:
-    """Begins as others do; pictures stay where they are."""
+    """Begins as others do; images stay where they are."""
     if asked.inputs is None:
         stem = Random(len(asked.ids) % 2).choices(range(3, 100), k=64)
         asked.ids[: len(asked.ids) * 3 // 4] = stem[: len(asked.ids) * 3 // 4]
@@ -100,7 +100,7 @@ FEATURES = [
     Feature("windows", subject="windows"),
     Feature("latents", subject="latents"),
     Feature("recurrent", subject="recurrent"),
-    Feature("images", "prompt: it has a picture", subject="images"),
+    Feature("images", "prompt: it has an image", subject="images"),
     Feature("adapters", weights="adapters"),
     Feature("packed weights", weights="packed", wrap={"packed": True}, answers=frozenset({"packed"})),
     Feature("fp8 pages", "kv_dtype", wrap={"kv_dtype": "fp8_e4m3"}, answers=frozenset({"kv_dtype"})),

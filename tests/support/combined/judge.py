@@ -91,10 +91,10 @@ class Judge:
             given["past_key_values"] = _RoundingCache(config=model.config)
         if asked.inputs is not None:
             new = text.shape[1] - len(asked.ids)
-            of_pictures = {name: tensor.to(text.device) for name, tensor in asked.inputs.items() if name != "input_ids"}
+            of_images = {name: tensor.to(text.device) for name, tensor in asked.inputs.items() if name != "input_ids"}
             for name in ("attention_mask", "mm_token_type_ids"):
-                of_pictures[name] = pad(of_pictures[name], (0, new), value=int(name == "attention_mask"))
-            given |= in_dtype(of_pictures, model.dtype)
+                of_images[name] = pad(of_images[name], (0, new), value=int(name == "attention_mask"))
+            given |= in_dtype(of_images, model.dtype)
         output = model(**given)
         return _Computed(output.logits[0].float(), output.hidden_states[-1][0].float())
 

@@ -24,7 +24,7 @@ from support.combined.judge import Judge
 from support.combined.subjects import FAMILY, LARGER, SPECIAL, TINY, Sizes, Three, three_of
 from support.engine.text_tokenizers import byte_level
 from support.execution.page_checks import check_pages
-from support.images import Picture, prompt_of
+from support.images import SampleImage, prompt_of
 from support.parity import assert_account_is_empty
 
 PATIENCE = 600.0
@@ -215,12 +215,14 @@ class Playing:
         return [found[0], *sorted(found[1:], key=lambda own: own.begins)]
 
     def _prompt(self, tokens: int) -> Asked:
-        """Return a request for a text that repeats itself or goes on from an earlier one, or a picture."""
+        """Return a request for a text that repeats itself or goes on from an earlier one, or an image."""
         draw, length = self._draw, self._draw.randint(*self._subject.sizes.prompts)
         if self._subject.name == "images" and draw.random() < 0.7:
             words = draw.choices(range(3, 100), k=length)
             at = draw.randint(1, 6)
-            inputs = prompt_of(FAMILY, *words[:at], Picture(draw.randrange(3), wide=draw.random() < 0.5), *words[at:])
+            inputs = prompt_of(
+                FAMILY, *words[:at], SampleImage(draw.randrange(3), wide=draw.random() < 0.5), *words[at:]
+            )
             return Asked(inputs["input_ids"][0].tolist(), tokens, inputs=inputs)
         if self._texts and draw.random() < 0.5:
             text = draw.choice(self._texts)[: self._subject.sizes.prompts[1]]

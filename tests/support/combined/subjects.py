@@ -51,7 +51,7 @@ ON_GPU: dict[str, Callable[[int], Any]] = {
 
 
 SPECIAL = range(120, 130)
-"""Tokens that stand for pictures, which no answer may have."""
+"""Tokens that stand for images, which no answer may have."""
 
 
 def _nf4(linear: nn.Linear) -> nn.Module:

@@ -147,7 +147,7 @@ FEATURE_NAMES = {option: f"`{said}`" for option, said in SAID.items()} | {
     "soft_cap": "soft caps",
     "captured_prefills": "prefills in CUDA graphs",
     "drafts": "drafts: `speculative_config`, and `prompt_lookup_num_tokens` in the fast loop",
-    "images": "pictures in an engine",
+    "images": "images in an engine",
     "left_padding": "`model(...)` of left-padded rows without `position_ids`",
     "prefix_cache": "the prefix cache",
     "crop": "`crop` of a kept cache",

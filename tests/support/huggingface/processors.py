@@ -51,7 +51,7 @@ def qwen3_vl(processor: Any, seed: int) -> PreTrainedModel:
     return model
 
 
-def picture(width: int, height: int, seed: int) -> Any:
+def noise_image(width: int, height: int, seed: int) -> Any:
     """An image of noise."""
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""A folder with a tiny model that reads pictures, its processor and a picture: what the command line loads."""
+"""A folder with a tiny model that reads images, its processor and an image: what the command line loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def seeing_folder(folder: Path) -> Path:
-    """A LLaVA of words ``w0`` to ``w119``, for which a picture is 4 tokens; ``a.png`` is one."""
+    """A LLaVA of words ``w0`` to ``w119``, for which an image is 4 tokens; ``a.png`` is one."""
     model = make("Llava", 0)
     words = Tokenizer(models.WordLevel({**WORDS, "<image>": IMAGE, "<unk>": 124}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

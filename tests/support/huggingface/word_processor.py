@@ -1,4 +1,4 @@
-"""A processor made from settings, of words and without videos, which need torchvision; and pictures for it."""
+"""A processor made from settings, of words and without videos, which need torchvision; and images for it."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def image_processor(name: str, **options: Any) -> Any:
 
 
 def painted(seed: int, width: int = 24, height: int = 16) -> Image.Image:
-    """A picture of random colours."""
+    """An image of random colours."""
     colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(colours)
 
 
-def as_file(picture: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    """The bytes of a picture's file."""
+def as_file(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    """The bytes of an image's file."""
     file = io.BytesIO()
-    picture.save(file, format, **options)
+    image.save(file, format, **options)
     return file.getvalue()

@@ -1,1 +1,1 @@
-"""The encoder of Qwen-VL as a program of ours: one for all sizes of pictures, captured for a few."""
+"""The encoder of Qwen-VL as a program of ours: one for all sizes of images, captured for a few."""

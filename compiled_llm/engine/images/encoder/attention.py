@@ -22,7 +22,7 @@ def segments_forward(
     max_length_q: int,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attend inside each picture, or each window of one, by HuggingFace's protocol.
+    """Attend inside each image, or each window of one, by HuggingFace's protocol.
 
     Args:
         query: ``[1, H, P, D]``, as ``key`` and ``value``.

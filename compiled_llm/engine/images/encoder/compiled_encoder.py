@@ -1,6 +1,6 @@
-"""The encoder of a model by a program of ours, in place of HuggingFace's: pictures of new sizes compile nothing."""
+"""The encoder of a model by a program of ours, in place of HuggingFace's: images of new sizes compile nothing."""
 
-# Shapes: N pictures, T tokens, M patches that become one, P = T * M patches, F layers with features of their own, C
+# Shapes: N images, T tokens, M patches that become one, P = T * M patches, F layers with features of their own, C
 # hidden size.
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = "transformers", "torch"
 _EXAMPLE = (2, 10), (1, 1)
-"""Rows and columns of tokens of the pictures that it is compiled with: no two of its sizes are the same."""
+"""Rows and columns of tokens of the images that it is compiled with: no two of its sizes are the same."""
 
 
 class CompiledEncoder:
@@ -49,7 +49,7 @@ class CompiledEncoder:
         return shallow_copy(encoder, forward=partial(self._forward, encoder))
 
     def _forward(self, encoder: object, hidden_states: Tensor, grid_thw: Tensor, **options: object) -> Any:
-        """Encode pixels ``[P, ...]`` of pictures with grids ``[N, 3]``; returns what HuggingFace's forward does."""
+        """Encode pixels ``[P, ...]`` of images with grids ``[N, 3]``; returns what HuggingFace's forward does."""
         self._make_ready(encoder)
         grids = GridInputs.of(encoder, grid_thw)
         pixels = hidden_states.view(grids.tokens, -1)
@@ -103,12 +103,12 @@ class CompiledEncoder:
 
 
 def own_encoder(model: PreTrainedModel, model_runner: ModelRunner) -> CompiledEncoder | None:
-    """Return the encoder of a model, one of those whose steps read pictures; None if HuggingFace runs it."""
+    """Return the encoder of a model, one of those whose steps read images; None if HuggingFace runs it."""
     return None if encoder_obstacle(model.model.visual) else CompiledEncoder(model_runner)
 
 
 def slower_encoder(model_runner: ModelRunner) -> Reason | None:
-    """Return why pictures are not encoded as fast as they could be, or None."""
+    """Return why images are not encoded as fast as they could be, or None."""
     model: Any = model_runner.state.facts.model
     if (found := encoder_obstacle(model.model.visual)) is not None:
         return Reason("encoder", found)
@@ -129,7 +129,7 @@ def encoder_obstacle(encoder: nn.Module) -> str | None:
 
 def _modules_in(encoder: nn.Module) -> list[nn.Module]:
     """Return a module and all inside it."""
-    # It is asked for with each prompt that has pictures, and ``modules`` takes several times as long.
+    # It is asked for with each prompt that has images, and ``modules`` takes several times as long.
     found: list[nn.Module] = [encoder]
     for module in found:
         found += (inside for inside in module._modules.values() if inside is not None)

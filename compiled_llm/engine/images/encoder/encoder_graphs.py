@@ -1,6 +1,6 @@
-"""CUDA graphs of the encoder of a model, for a few sizes: pictures run in the next larger one."""
+"""CUDA graphs of the encoder of a model, for a few sizes: images run in the next larger one."""
 
-# They are captured in warm-up, and read their inputs where these were then: each picture is copied there. A picture
+# They are captured in warm-up, and read their inputs where these were then: each image is copied there. An image
 # that no graph holds, or that comes before warm-up, is launched kernel by kernel.
 # Shapes: T tokens of a graph, F layers with features of their own, C hidden size.
 
@@ -21,8 +21,8 @@ from compiled_llm.engine.images.encoder.grid_inputs import GridInputs
 from compiled_llm.execution.model_runner import ModelRunner
 
 TOKENS = 64, 128, 256, 512, 1024, 2048, 4096
-"""Sizes of graphs: a picture of 1,024 x 1,024 pixels has 1,024 tokens in Qwen3-VL, and 1,369 in Qwen2-VL."""
-_PICTURES = 8
+"""Sizes of graphs: an image of 1,024 x 1,024 pixels has 1,024 tokens in Qwen3-VL, and 1,369 in Qwen2-VL."""
+_IMAGES = 8
 _NAME = "encoder_graphs"
 
 Launch = Callable[[EncoderInputs], Tensor]
@@ -93,7 +93,7 @@ class EncoderGraphs:
     def _inputs_of(self, encoder: Any, width: int, tokens: int) -> EncoderInputs:
         """Return the beginnings of buffers that all sizes read, made with the first one, the largest."""
         side = encoder.spatial_merge_size
-        empty = GridInputs.of(encoder, torch.tensor([[1, side, side]], device="cpu")).padded(encoder, tokens, _PICTURES)
+        empty = GridInputs.of(encoder, torch.tensor([[1, side, side]], device="cpu")).padded(encoder, tokens, _IMAGES)
         if not self._buffers:
             with torch.inference_mode(False):
                 device, dtype = self._model_runner.device, encoder.dtype
@@ -119,14 +119,14 @@ class EncoderGraphs:
     def run(self, encoder: Any, pixels: Tensor, grids: GridInputs) -> Tensor | None:
         """Return features ``[1 + F, tokens, C]`` of pixels ``[tokens, ...]``; None if no graph holds them."""
         tokens = next((own for own in sorted(self._graphs) if own >= grids.tokens), None)
-        if tokens is None or len(grids.starts) > _PICTURES + 1:
+        if tokens is None or len(grids.starts) > _IMAGES + 1:
             return None
         if not self._valid(encoder):
             self._forget()
             return None
         graph = self._graphs[tokens]
         graph.inputs.pixels[: grids.tokens].copy_(pixels)
-        self._fill(graph.inputs, grids.padded(encoder, tokens, _PICTURES))
+        self._fill(graph.inputs, grids.padded(encoder, tokens, _IMAGES))
         graph.captured.launch()
         self.replays += 1
         features = graph.captured.outputs

@@ -1,6 +1,6 @@
 """The program of an encoder: HuggingFace's own forward, given what it would compute of grids."""
 
-# Shapes: T tokens, M patches that become one, S pictures, W windows, n learned positions that a patch lies between, F
+# Shapes: T tokens, M patches that become one, S images, W windows, n learned positions that a patch lies between, F
 # layers with features of their own, C hidden size.
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from compiled_llm.model.facts import Forward
 
 
 class EncoderInputs(NamedTuple):
-    """The inputs of a launch of pictures."""
+    """The inputs of a launch of images."""
 
     pixels: Tensor  # ``[T, M * pixels of a patch]`` in the model's dtype
     places: Tensor  # ``[T, M, 2]`` int64, the row and the column of each patch
-    starts: Tensor  # ``[S + 1]`` int32, where the patches of each picture begin
+    starts: Tensor  # ``[S + 1]`` int32, where the patches of each image begin
     near: Tensor | None  # ``[T, M, n]`` int64, learned positions that a patch lies between; None without
     weights: Tensor | None  # ``[T, M, n]`` float32, how near each is
     order: Tensor | None  # ``[T]`` int64, the tokens window by window; None without windows
@@ -50,7 +50,7 @@ def encoder_step(
     pages: list[Tensor],
     specs: tuple[KVCacheSpec, ...],
 ) -> Tensor:
-    """Run pictures through the model's encoder: ``[1 + F, T, C]``, features of its last layer, then of F others."""
+    """Run images through the model's encoder: ``[1 + F, T, C]``, features of its last layer, then of F others."""
     encoder: Any = cast(Any, model).model.visual
     tokens, patches = inputs.places.shape[:2]
     read: dict[str, Any] = {
@@ -74,4 +74,4 @@ def _encodes(inputs: ProgramInputs) -> bool:
     return isinstance(inputs, EncoderInputs)
 
 
-PROGRAM = Program("encoder of pictures", _encodes, encoder_step, prefill_options, on_demand=True)
+PROGRAM = Program("encoder of images", _encodes, encoder_step, prefill_options, on_demand=True)

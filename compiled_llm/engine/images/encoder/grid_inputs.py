@@ -1,7 +1,7 @@
-"""What an encoder reads of the grids of its pictures, as host arrays, and padded to more tokens."""
+"""What an encoder reads of the grids of its images, as host arrays, and padded to more tokens."""
 
-# Shapes: N pictures, T tokens, M patches that become one, P = T * M patches, S segments, W windows, n patches of a
-# grid of learned positions that one of a picture lies between.
+# Shapes: N images, T tokens, M patches that become one, P = T * M patches, S segments, W windows, n patches of a
+# grid of learned positions that one of an image lies between.
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from compiled_llm.compat.images.vision_encoders import of_grid, window_patches
 
 
 class GridInputs(NamedTuple):
-    """Of some pictures, by token."""
+    """Of some images, by token."""
 
     places: NDArray[np.int64]  # ``[T, M, 2]``, the row and the column of each patch
-    starts: NDArray[np.int32]  # ``[S + 1]``, where the patches of each picture begin
+    starts: NDArray[np.int32]  # ``[S + 1]``, where the patches of each image begin
     near: NDArray[np.int64] | None  # ``[T, M, n]``, learned positions that a patch lies between; None without
     weights: NDArray[np.float32] | None  # ``[T, M, n]``, how near each is
     order: NDArray[np.int64] | None  # ``[T]``, the tokens window by window; None without windows
@@ -26,7 +26,7 @@ class GridInputs(NamedTuple):
 
     @classmethod
     def of(cls, encoder: Any, grid: Tensor) -> GridInputs:
-        """Return those of pictures with a grid ``[N, 3]`` on the CPU, as HuggingFace computes them."""
+        """Return those of images with a grid ``[N, 3]`` on the CPU, as HuggingFace computes them."""
         read = {name: tensor.numpy() for name, tensor in of_grid(encoder, grid).items()}
         patches: int = encoder.spatial_merge_size**2
 
@@ -46,25 +46,25 @@ class GridInputs(NamedTuple):
     def tokens(self) -> int:
         return len(self.places)
 
-    def padded(self, encoder: object, tokens: int, pictures: int = 0) -> GridInputs:
-        """Return those of T ``tokens`` or more: what is added is a picture of its own, which nobody reads.
+    def padded(self, encoder: object, tokens: int, images: int = 0) -> GridInputs:
+        """Return those of T ``tokens`` or more: what is added is an image of its own, which nobody reads.
 
         Args:
-            pictures: how many there are to be besides that one, empty ones among them, and with as many windows as
+            images: how many there are to be besides that one, empty ones among them, and with as many windows as
                 tokens; 0 for no more than needed.
         """
         missing, patches, windows = tokens - self.tokens, self.places.shape[1], window_patches(encoder)
-        if not (missing or pictures):
+        if not (missing or images):
             return self
         end = tokens * patches
         starts, window_starts = _with_end(self.starts, end), self.window_starts
         if window_starts is not None:
             whole = np.arange(self.tokens * patches + windows, end, windows, dtype=np.int32)
             window_starts = _with_end(np.concatenate([window_starts, whole]), end)
-            window_starts = _with_empty(window_starts, tokens if pictures else 0)
+            window_starts = _with_empty(window_starts, tokens if images else 0)
         return GridInputs(
             _longer(self.places, tokens),
-            _with_empty(starts, pictures and pictures + 1),
+            _with_empty(starts, images and images + 1),
             None if self.near is None else _longer(self.near, tokens),
             None if self.weights is None else _longer(self.weights, tokens),
             None if self.order is None else np.concatenate([self.order, np.arange(self.tokens, tokens)]),

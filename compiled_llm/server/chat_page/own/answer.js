@@ -4,7 +4,7 @@ import { button, byId, copy, count, element, seconds } from "./elements.js";
 import { GrowingMarkdown } from "./markdown.js";
 
 const SHARE = 4; // of the time, drawing takes one part in so many
-const leftOut = (count) => count && `${count === 1 ? "the oldest picture was" : `the ${count} oldest pictures were`} left out: no room for more`;
+const leftOut = (count) => count && `${count === 1 ? "the oldest image was" : `the ${count} oldest images were`} left out: no room for more`;
 
 const scrolledDown = () => byId("log").scrollHeight - byId("log").scrollTop - byId("log").clientHeight < 80;
 export const scrollDown = () => (byId("log").scrollTop = byId("log").scrollHeight);
@@ -14,7 +14,7 @@ export class ShownAnswer {
     this.turn = turn; // {question, answer, thought, note, shown}; answer and thought grow here
     this.actions = actions; // buttons that stand below it, beside Copy
     this.first = this.usage = this.reason = this.drawing = null;
-    this.leftOut = 0; // earlier pictures for which the request had no room
+    this.leftOut = 0; // earlier images for which the request had no room
     this.article = element("article", "", "assistant waiting");
     this.article.setAttribute("aria-label", "Answer");
     this.text = element("div");

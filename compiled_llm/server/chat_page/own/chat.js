@@ -4,7 +4,7 @@ import { ShownAnswer, scrollDown } from "./answer.js";
 import { drop, isKnown, keep, keepAll, latestFirst, list, newChat, save, whenChangedElsewhere } from "./chats.js";
 import { button, byId, element } from "./elements.js";
 import { request } from "./messages.js";
-import { pictures, setPictures, shownPicture, whenPicturesChange } from "./pictures.js";
+import { chosenImages, setImages, shownImage, whenImagesChange } from "./images.js";
 import { ask, checked, events, Refused } from "./server.js";
 import { firstWrong, keepSettings, settings } from "./settings.js";
 import { isStarting, started } from "./state.js";
@@ -73,7 +73,7 @@ function keepWhile(begun, turn) {
 function showTurn(turn) {
   turn.shown = element("div", "", "turn");
   const said = element("article", turn.question, "user");
-  said.prepend(...(turn.images ?? []).map(shownPicture));
+  said.prepend(...(turn.images ?? []).map(shownImage));
   said.setAttribute("aria-label", "You");
   const below = element("div", "", "actions own");
   below.append(...[["Edit", edit], ["Delete", remove]].map(([name, action]) => button(name, () => action(turn), "quiet idle")));
@@ -117,14 +117,14 @@ function edit(turn) {
   edited = turn;
   byId("editing").hidden = false;
   byId("question").value = turn.question;
-  setPictures(turn.images ?? []);
+  setImages(turn.images ?? []);
   fit();
   byId("question").focus();
 }
 
 function stopEditing() {
   if (edited) byId("question").value = "";
-  if (edited) setPictures([]);
+  if (edited) setImages([]);
   edited = null;
   byId("editing").hidden = true;
   fit();
@@ -191,7 +191,7 @@ function showRunning() {
 }
 
 function allowSending() {
-  byId("send").disabled = !isRunning() && !byId("question").value.trim() && !pictures().length;
+  byId("send").disabled = !isRunning() && !byId("question").value.trim() && !chosenImages().length;
 }
 
 function fit() {
@@ -212,18 +212,18 @@ byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   if (isRunning()) return running.get(chat).abort();
   const question = byId("question").value.trim();
-  if ((!question && !pictures().length) || !settingsAreRight()) return;
-  const [place, images] = [edited ? chat.turns.indexOf(edited) : chat.turns.length, pictures()];
+  if ((!question && !chosenImages().length) || !settingsAreRight()) return;
+  const [place, images] = [edited ? chat.turns.indexOf(edited) : chat.turns.length, chosenImages()];
   edited = null;
   byId("editing").hidden = true;
   byId("question").value = "";
-  setPictures([]);
+  setImages([]);
   fit();
   askAt(place, question, images);
 });
 
 byId("question").addEventListener("input", fit);
-whenPicturesChange(allowSending);
+whenImagesChange(allowSending);
 byId("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();

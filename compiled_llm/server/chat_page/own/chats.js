@@ -1,7 +1,7 @@
 // The chats of this browser and of this visit: their list, and files of them. A chat is {id, title, changed, turns}.
 
 import { button, byId, element } from "./elements.js";
-import { arePictures } from "./pictures.js";
+import { areImages } from "./images.js";
 import { forget, load, names, store, whenKeptElsewhere } from "./storage.js";
 
 const CHAT = "chat.";
@@ -21,7 +21,7 @@ const write = (chat) => store(CHAT + chat.id, { ...chat, turns: chat.turns.map(p
 
 export const keepAll = () => known.forEach(write);
 
-const titleOf = (turn) => turn?.question.slice(0, 80) || (turn?.images ? "Picture" : "");
+const titleOf = (turn) => turn?.question.slice(0, 80) || (turn?.images ? "Image" : "");
 
 const plain = ({ question, images, answer, thought, note }) => ({ question, ...(images && { images }), answer, thought, note });
 
@@ -35,7 +35,7 @@ export const isKnown = (chat) => known.get(chat.id) === chat;
 export const latestFirst = () => [...known.values()].sort((one, other) => other.changed - one.changed);
 
 function isChat(chat) {
-  const texts = (turn) => typeof turn?.question === "string" && typeof turn.answer === "string" && arePictures(turn.images);
+  const texts = (turn) => typeof turn?.question === "string" && typeof turn.answer === "string" && areImages(turn.images);
   return typeof chat?.id === "string" && Array.isArray(chat.turns) && chat.turns.length > 0 && chat.turns.every(texts);
 }
 
@@ -70,7 +70,7 @@ export function list(current, isRunning, open, remove) {
 }
 
 function markdownOf({ title, turns }) {
-  const shown = (images) => (images ?? []).map(() => "(a picture)\n\n").join("");
+  const shown = (images) => (images ?? []).map(() => "(an image)\n\n").join("");
   const parts = turns.map(
     ({ question, images, answer }) => `## Question\n\n${shown(images)}${question}\n\n## Answer\n\n${answer}`,
   );

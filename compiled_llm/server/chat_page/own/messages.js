@@ -1,13 +1,13 @@
-// What is sent of a chat: its questions and answers, and as many of its pictures as a request has room for.
+// What is sent of a chat: its questions and answers, and as many of its images as a request has room for.
 
 import { systemPrompt } from "./settings.js";
 
-const OTHERS = 2 ** 16; // bytes of a request that are neither texts nor pictures
-let room = { pictures: Infinity, bytes: Infinity }; // of a request, once the server has said it
+const OTHERS = 2 ** 16; // bytes of a request that are neither texts nor images
+let room = { images: Infinity, bytes: Infinity }; // of a request, once the server has said it
 
-export const giveRoom = (pictures, bytes) => (room = { pictures, bytes });
+export const giveRoom = (images, bytes) => (room = { images, bytes });
 
-// {messages, leftOut} of turns, of which the last is asked now; `leftOut` is how many of the oldest pictures are not sent.
+// {messages, leftOut} of turns, of which the last is asked now; `leftOut` is how many of the oldest images are not sent.
 export function request(turns) {
   const system = systemPrompt();
   const sent = turns.filter((turn) => turn.answer || turn === turns.at(-1));
@@ -23,10 +23,10 @@ export function request(turns) {
   return { messages, leftOut };
 }
 
-// How many pictures of earlier turns have no room beside those that are newer; those of the last turn are always sent.
+// How many images of earlier turns have no room beside those that are newer; those of the last turn are always sent.
 function surplus(sent, bytes) {
-  const left = { pictures: room.pictures, bytes };
-  const lacksRoom = (url) => --left.pictures < 0 || (left.bytes -= url.length) < 0;
+  const left = { images: room.images, bytes };
+  const lacksRoom = (url) => --left.images < 0 || (left.bytes -= url.length) < 0;
   const [earlier, asked] = [sent.slice(0, -1), sent.slice(-1)].map((turns) => turns.flatMap(({ images }) => images ?? []));
   asked.forEach(lacksRoom);
   return earlier.findLastIndex(lacksRoom) + 1;
@@ -34,7 +34,7 @@ function surplus(sent, bytes) {
 
 function content(question, urls, missing) {
   if (!urls.length && !missing) return question;
-  const said = missing && `(${missing === 1 ? "A picture was" : `${missing} pictures were`} here.)`;
+  const said = missing && `(${missing === 1 ? "An image was" : `${missing} images were`} here.)`;
   const [before, after] = [said, question].map((text) => (text ? [{ type: "text", text }] : []));
   return [...before, ...urls.map((url) => ({ type: "image_url", image_url: { url } })), ...after];
 }

@@ -66,7 +66,7 @@ async function nameModel() {
   document.title = data[0].id;
   limitTokens(data[0].max_model_len);
   giveRoom(data[0].limit_mm_per_prompt.image, data[0].max_body_bytes);
-  byId("add-picture").hidden = !data[0].input_modalities?.includes("image");
+  byId("add-image").hidden = !data[0].input_modalities?.includes("image");
   byId("ask").hidden = !data[0].output_modalities?.includes("text");
   show("hello", byId("ask").hidden ? "This model scores texts, and writes none." : "Ask something.");
   named = true;

@@ -107,7 +107,7 @@ class ChatEnd(Body):
 
 
 def images_in(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return the pictures of a chat, each by the path of its field, and where it is."""
+    """Return the images of a chat, each by the path of its field, and where it is."""
     return [
         (f"messages[{place}].content[{number}].image_url.url", part.image_url.url)
         for place, message in enumerate(messages)
@@ -147,7 +147,7 @@ def _plain(message: Message, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:
-    """Return content as chat templates read it: with pictures in parts, of which they write the places."""
+    """Return content as chat templates read it: with images in parts, of which they write the places."""
     parts = message.content
     if not isinstance(parts, list) or not any(isinstance(part, ImagePart) for part in parts):
         return message.text

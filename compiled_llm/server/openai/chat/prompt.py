@@ -17,7 +17,7 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 class ChatPrompt:
     """A chat as the model sees it; its text is empty without a response template.
 
-    With pictures it is its text alone: the engine process makes tokens of it.
+    With images it is its text alone: the engine process makes tokens of it.
     """
 
     tokens: list[int]
@@ -47,7 +47,7 @@ def chat_prompt(
     """Return a chat as the model sees it, which takes seconds for a long one; ApiError if the template refuses it.
 
     Args:
-        shows: whether the messages have pictures.
+        shows: whether the messages have images.
     """
     if shows:
         written = vocabulary.chat_text(messages, template, offer.plain(), **options)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from starlette.requests import Request
 
 from compiled_llm.features import needed
-from compiled_llm.protocol.messages import Pictured, Ready
+from compiled_llm.protocol.messages import ImagePrompt, Ready
 from compiled_llm.requests.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import ApiError, invalid, not_served
@@ -39,15 +39,15 @@ class Submitted(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """The pictures of a prompt: their files, the paths of the fields that have them, and pixels that one may have."""
+    """The images of a prompt: their files, the paths of the fields that have them, and pixels that one may have."""
 
     files: Sequence[bytes]
     paths: Sequence[str]
     max_pixels: int
 
-    def pictured(self, text: str) -> Pictured:
+    def image_prompt(self, text: str) -> ImagePrompt:
         """Return the prompt, of which ``text`` is what the chat template has written."""
-        return Pictured(text, list(self.files), self.max_pixels)
+        return ImagePrompt(text, list(self.files), self.max_pixels)
 
     def named(self, param: str) -> dict[str, str]:
         """The fields by the engine's names for them; that of the prompt is ``param``."""
@@ -72,8 +72,12 @@ class ApiServer:
         return self.link.is_ready and self.all_ready
 
     def reads_images(self) -> bool:
-        """Return whether the model reads pictures, and requests can have some; False before it is ready."""
+        """Return whether the model reads images, and requests can have some; False before it is ready."""
         return self.link.is_ready and self.link.model.ready.images and self.settings.limit_mm_per_prompt > 0
+
+    def body_bytes(self) -> int:
+        """Return how many bytes the body of a request can have, by what is known of the model."""
+        return self.settings.body_bytes(self.reads_images())
 
     def writer_for(self, name: str | None) -> Model:
         """Return the model; ApiError as of ``model_for``, or if it answers no prompts."""
@@ -101,7 +105,7 @@ class ApiServer:
         text: str = "",
         pooled: bool = False,
     ) -> Answers:
-        """Begin to answer prompts, which are token ids, or one with pictures, a ``text`` that ``shown`` belongs to.
+        """Begin to answer prompts, which are token ids, or one with images, a ``text`` that ``shown`` belongs to.
 
         ``params`` are for all, or one for each, of one answer; ``pooled`` for vectors in place of answers.
 
@@ -115,7 +119,7 @@ class ApiServer:
         first = each[0]
         self.check_answers(len(prompts), first.n)
 
-        given: Sequence[Sequence[int] | Pictured] = prompts if shown is None else [shown.pictured(text)]
+        given: Sequence[Sequence[int] | ImagePrompt] = prompts if shown is None else [shown.image_prompt(text)]
 
         def begun() -> list[RequestHandle]:
             _check(prompts, each, param, model.ready)
@@ -139,17 +143,17 @@ class ApiServer:
         return Answers(handles, request, first.include_stop_str_in_output, *limits, named)
 
     async def shown(self, given: Sequence[tuple[str, str]], model: Model, body: SamplingFields) -> Shown | None:
-        """Return a request's pictures, each given by the path of its field and where it is; None if there are none.
+        """Return a request's images, each given by the path of its field and where it is; None if there are none.
 
         Raises:
-            ApiError: one cannot be had, or a field does not go with pictures.
+            ApiError: one cannot be had, or a field does not go with images.
         """
         if not given:
             return None
         images = needed(SERVED_IMAGES)
         for name in ("prompt_logprobs", "truncate_prompt_tokens"):
             if getattr(body, name, None) is not None:
-                raise invalid(f"{name}: is not served beside pictures; leave it out", name, "unsupported_value")
+                raise invalid(f"{name}: is not served beside images; leave it out", name, "unsupported_value")
         files = await images.read(given, model.ready, self.settings)
         return Shown(files, [path for path, _ in given], self.settings.max_image_pixels)
 

@@ -1,4 +1,4 @@
-"""Parts of a message: texts and pictures; others are refused by name."""
+"""Parts of a message: texts and images; others are refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHERS = {
     "image_embeds": "give image_url",
     "image": "give image_url",
 }
-_OF_MODEL = NoEffect("the model's processor says in how many tokens a picture is seen")
+_OF_MODEL = NoEffect("the model's processor says in how many tokens an image is seen")
 
 
 class TextPart(Body):
@@ -31,21 +31,21 @@ class TextPart(Body):
 
 
 class ImageUrl(Body):
-    """The place of a picture: its data, or an address that the server may ask."""
+    """The place of an image: its data, or an address that the server may ask."""
 
     url: str
     detail: Annotated[str | None, _OF_MODEL] = None
 
 
 class ImagePart(Body):
-    """A picture in a message."""
+    """An image in a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 def _refused(kind: str) -> str:
-    why = _OTHERS.get(kind, "parts are texts and pictures")
+    why = _OTHERS.get(kind, "parts are texts and images")
     raise PydanticCustomError("value_error", "is not served: {why}", {"why": why, "code": "unsupported_value"})
 
 
@@ -57,11 +57,11 @@ class OtherPart(Body, extra="ignore"):
 
 def _kind_of(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else getattr(part, "type", "text")
-    return {"text": "a text", "image_url": "a picture"}.get(kind, "another") if isinstance(kind, str) else "a text"
+    return {"text": "a text", "image_url": "an image"}.get(kind, "another") if isinstance(kind, str) else "a text"
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("a text")] | Annotated[ImagePart, Tag("a picture")] | Annotated[OtherPart, Tag("another")],
+    Annotated[TextPart, Tag("a text")] | Annotated[ImagePart, Tag("an image")] | Annotated[OtherPart, Tag("another")],
     Discriminator(_kind_of),
 ]
 
@@ -76,7 +76,7 @@ class InputText(Body):
 
 
 class InputImage(Body):
-    """A picture in a message of ``/v1/responses``."""
+    """An image in a message of ``/v1/responses``."""
 
     type: Literal["input_image"]
     image_url: str
@@ -88,19 +88,17 @@ def _kind_of_input(part: object) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else getattr(part, "type", "text")
     if not isinstance(kind, str) or kind in ("input_text", "output_text", "text"):
         return "a text"
-    return "a picture" if kind == "input_image" else "another"
+    return "an image" if kind == "input_image" else "another"
 
 
 InputPart = Annotated[
-    Annotated[InputText, Tag("a text")]
-    | Annotated[InputImage, Tag("a picture")]
-    | Annotated[OtherPart, Tag("another")],
+    Annotated[InputText, Tag("a text")] | Annotated[InputImage, Tag("an image")] | Annotated[OtherPart, Tag("another")],
     Discriminator(_kind_of_input),
 ]
 
 
 def check_seen(content: object, info: ValidationInfo, kind: type[Body]) -> None:
-    """Raise an error of pydantic's if another message than the user's has a picture, a part of that ``kind``."""
+    """Raise an error of pydantic's if another message than the user's has an image, a part of that ``kind``."""
     parts = content if isinstance(content, list) else ()
     if info.data.get("role") != "user" and any(isinstance(part, kind) for part in parts):
-        raise PydanticCustomError("value_error", "has a picture, which only messages of the user can have")
+        raise PydanticCustomError("value_error", "has an image, which only messages of the user can have")

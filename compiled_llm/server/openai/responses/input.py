@@ -116,7 +116,7 @@ _Item = InputMessage | CallItem | CallOutput | ReasoningItem | ItemReference
 
 
 def images_in(items: Sequence[_Item]) -> list[tuple[str, str]]:
-    """Return the pictures of an input, in the order of its messages, each by the path of its field, and its place."""
+    """Return the images of an input, in the order of its messages, each by the path of its field, and its place."""
     return [
         (f"input[{place}].content[{number}].image_url", part.image_url)
         for place, item in enumerate(items)

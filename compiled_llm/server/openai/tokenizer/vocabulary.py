@@ -133,13 +133,13 @@ class Vocabulary:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: object,
     ) -> str:
-        """Return a chat with pictures as the model's template writes it; ApiError as of ``of_chat``."""
+        """Return a chat with images as the model's template writes it; ApiError as of ``of_chat``."""
         messages, options = self._checked(messages, template, tools, options)
         with _of_template():
             given = [messages, options]
             if self._special is not None and self._special.broken(given) != given:
                 raise invalid(
-                    "messages: a text beside pictures has a special token, which --escape-special-tokens does not let "
+                    "messages: a text beside images has a special token, which --escape-special-tokens does not let "
                     "through there; leave it out",
                     "messages",
                 )

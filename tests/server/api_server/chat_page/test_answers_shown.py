@@ -125,7 +125,7 @@ def test_links_open_elsewhere_and_tell_nothing(talk: Browser) -> None:
     assert attributes == {"href": "https://a.example", "target": "_blank", "rel": "noopener noreferrer nofollow"}
 
 
-def test_a_picture_is_its_description(talk: Browser) -> None:
+def test_a_image_is_its_description(talk: Browser) -> None:
     draw(talk, "See ![a <cat> *asleep*](https://a.example/cat.png).")
     assert (talk.text("#log"), names(talk)) == ("See a <cat> *asleep*.", ["div", "p"])
 

@@ -167,7 +167,8 @@ def answer_of_guard(client: tuple[str, int] | None, **options: Any) -> tuple[int
 
     headers = [(b"host", b"localhost"), (b"x-request-id", b"named"), (b"authorization", f"Bearer {KEYS[0]}".encode())]
     scope = {"type": "http", "method": "GET", "path": "/version", "headers": headers, "client": client}
-    guard = Guard(application, ApiServerSettings(names=("tiny",), **options), ApiServerMetrics())
+    settings = ApiServerSettings(names=("tiny",), **options)
+    guard = Guard(application, settings, ApiServerMetrics(), lambda: settings.body_bytes(False))
     asyncio.run(guard(scope, None, send))  # type: ignore[arg-type]
     return sent[0]["status"], {name.decode(): value.decode() for name, value in sent[0]["headers"]}
 

@@ -223,7 +223,7 @@ def test_to_watch_a_server_does_not_fill_its_log(api_server: RunningServer, capl
     assert [number for number in ids if number in caplog.text] == ids[-1:]  # lines of earlier tests may come late
 
 
-def test_models_say_how_many_pictures_and_bytes_a_request_can_have(api_server: RunningServer, talker: Any) -> None:
+def test_models_say_how_many_images_and_bytes_a_request_can_have(api_server: RunningServer, talker: Any) -> None:
     seeing, reading = talker.models.list().data[0], api_server.http.get("/v1/models").json()["data"][0]
     assert (seeing.limit_mm_per_prompt, seeing.max_body_bytes) == ({"image": 16}, 32 * 2**20)
     assert (reading["limit_mm_per_prompt"], reading["max_body_bytes"]) == ({"image": 0}, 2**17)

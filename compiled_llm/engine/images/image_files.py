@@ -1,6 +1,6 @@
-"""Pictures as users give them: objects of Pillow's, files or bytes, opened within limits."""
+"""Images as users give them: objects of Pillow's, files or bytes, opened within limits."""
 
-# Pillow is imported with the first picture. A picture's header says how large it is, before anything is decoded.
+# Pillow is imported with the first image. An image's header says how large it is, before anything is decoded.
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class UnreadError(Exception):
     """An image that cannot be had while a processor reads it; its cause says why."""
 
 
-def opened(picture: Any) -> Image:
-    """Return a picture as ``coloured``, turned as its camera says; ValueError if it is none, too large or damaged.
+def opened(given: Any) -> Image:
+    """Return an image as ``coloured``, turned as its camera says; ValueError if it is none, too large or damaged.
 
     Args:
-        picture: an ``Image`` of Pillow's, a path, or the bytes of a file: PNG, JPEG or WebP.
+        given: an ``Image`` of Pillow's, a path, or the bytes of a file: PNG, JPEG or WebP.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
-        raise ValueError("prompt: pictures need Pillow; pip install pillow") from error
+        raise ValueError("prompt: images need Pillow; pip install pillow") from error
 
-    image = picture if isinstance(picture, Image.Image) else None
+    image = given if isinstance(given, Image.Image) else None
     try:
         if image is None:
-            image = Image.open(_file(picture), formats=_FORMATS)
+            image = Image.open(_file(given), formats=_FORMATS)
         _check(image)
         return coloured(ImageOps.exif_transpose(image))
     except UnidentifiedImageError as error:
-        raise ValueError(f"prompt: a picture is none of {', '.join(_FORMATS)}; convert it first") from error
+        raise ValueError(f"prompt: an image is none of {', '.join(_FORMATS)}; convert it first") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"prompt: a picture cannot be read ({error})") from error
+        raise ValueError(f"prompt: an image cannot be read ({error})") from error
 
 
 def coloured(image: Image) -> Image:
@@ -72,33 +72,33 @@ def has_further_frames(image: Image) -> bool:
     return image.format != "MPO" and getattr(image, "n_frames", 1) > 1
 
 
-def _file(picture: object) -> Any:
+def _file(given: object) -> Any:
     """Return what Pillow opens: a path, or bytes as a file."""
-    if isinstance(picture, (bytes, bytearray, memoryview)):
-        _check_bytes(len(picture))
-        return io.BytesIO(picture)
-    if isinstance(picture, str) and _ADDRESS.match(picture):
-        raise ValueError("prompt: the engine fetches no pictures from addresses; give the path or the bytes of a file")
-    if isinstance(picture, (str, os.PathLike)):
-        path = Path(picture)
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        _check_bytes(len(given))
+        return io.BytesIO(given)
+    if isinstance(given, str) and _ADDRESS.match(given):
+        raise ValueError("prompt: the engine fetches no images from addresses; give the path or the bytes of a file")
+    if isinstance(given, (str, os.PathLike)):
+        path = Path(given)
         _check_bytes(path.stat().st_size)
         return path
     raise ValueError(
-        f"prompt: a picture is a {type(picture).__name__}; give an Image of Pillow's, or the path or bytes of a file"
+        f"prompt: an image is a {type(given).__name__}; give an Image of Pillow's, or the path or bytes of a file"
     )
 
 
 def _check_bytes(count: int) -> None:
     if count > _MOST_BYTES:
-        raise ValueError(f"prompt: a picture has {count} bytes, and at most {_MOST_BYTES} are read; make it smaller")
+        raise ValueError(f"prompt: an image has {count} bytes, and at most {_MOST_BYTES} are read; make it smaller")
 
 
 def _check(image: Image) -> None:
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise ValueError(
-            f"prompt: a picture has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded; make it smaller"
+            f"prompt: an image has {width} x {height} pixels, and at most {MOST_PIXELS} are decoded; make it smaller"
         )
     if has_further_frames(image):
         frames = getattr(image, "n_frames", 1)
-        raise ValueError(f"prompt: a picture has {frames} frames, and animations are not served; give one of them")
+        raise ValueError(f"prompt: an image has {frames} frames, and animations are not served; give one of them")

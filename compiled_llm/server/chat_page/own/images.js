@@ -1,53 +1,53 @@
-// Pictures that go with the next question: chosen, pasted or dropped, and made small enough to be sent and kept.
+// Images that go with the next question: chosen, pasted or dropped, and made small enough to be sent and kept.
 
 import { button, byId, element } from "./elements.js";
 
 const LONGEST = 1536; // pixels of a side
-const SMALL = 300_000; // characters up to which a picture stays as sharp as it is
+const SMALL = 300_000; // characters up to which an image stays as sharp as it is
 const DATA = "data:image/";
 let chosen = [];
 let changed = () => {};
 
-export const pictures = () => chosen;
+export const chosenImages = () => chosen;
 
-export function setPictures(urls) {
+export function setImages(urls) {
   chosen = [...urls];
-  byId("pictures").replaceChildren(...chosen.map(line));
-  byId("pictures").hidden = chosen.length === 0;
+  byId("images").replaceChildren(...chosen.map(line));
+  byId("images").hidden = chosen.length === 0;
   changed();
 }
 
-export function whenPicturesChange(action) {
+export function whenImagesChange(action) {
   changed = action;
 }
 
-export function shownPicture(url) {
-  const image = element("img", "", "picture");
+export function shownImage(url) {
+  const image = element("img", "", "image");
   image.src = url;
-  image.alt = "Picture";
+  image.alt = "Image";
   return image;
 }
 
-// Whether these are pictures that this page has kept; another page of its address may have written anything.
-export const arePictures = (urls) =>
+// Whether these are images that this page has kept; another page of its address may have written anything.
+export const areImages = (urls) =>
   urls === undefined || (Array.isArray(urls) && urls.every((url) => typeof url === "string" && url.startsWith(DATA)));
 
 function line(url, place) {
   const made = element("li");
-  const leaving = button("Remove", () => setPictures(chosen.filter((_, other) => other !== place)), "quiet");
-  leaving.setAttribute("aria-label", "Remove the picture");
-  made.append(shownPicture(url), leaving);
+  const leaving = button("Remove", () => setImages(chosen.filter((_, other) => other !== place)), "quiet");
+  leaving.setAttribute("aria-label", "Remove the image");
+  made.append(shownImage(url), leaving);
   return made;
 }
 
 async function add(files) {
-  byId("no-picture").hidden = true;
+  byId("no-image").hidden = true;
   for (const file of files) {
     try {
-      setPictures([...chosen, await scaled(file)]);
+      setImages([...chosen, await scaled(file)]);
     } catch {
-      byId("no-picture").textContent = `${file.name} is no picture that this browser can show.`;
-      byId("no-picture").hidden = false;
+      byId("no-image").textContent = `${file.name} is no image that this browser can show.`;
+      byId("no-image").hidden = false;
     }
   }
   byId("question").focus();
@@ -70,19 +70,19 @@ async function scaled(file) {
   return canvas.toDataURL("image/jpeg", 0.9);
 }
 
-// A model without eyes has no button: what is pasted or dropped then is the browser's.
+// A model that reads text alone has no button: what is pasted or dropped then is the browser's.
 function take(event, files) {
-  if (byId("add-picture").hidden || !files?.length) return;
+  if (byId("add-image").hidden || !files?.length) return;
   event.preventDefault();
   add([...files]);
 }
 
-byId("add-picture").addEventListener("click", () => byId("picture-files").click());
-byId("picture-files").addEventListener("change", ({ target }) => {
+byId("add-image").addEventListener("click", () => byId("image-files").click());
+byId("image-files").addEventListener("change", ({ target }) => {
   add([...target.files]).then(() => (target.value = ""));
 });
 document.addEventListener("paste", (event) => take(event, event.clipboardData?.files));
 document.addEventListener("dragover", (event) => {
-  if (!byId("add-picture").hidden && event.dataTransfer?.types.includes("Files")) event.preventDefault();
+  if (!byId("add-image").hidden && event.dataTransfer?.types.includes("Files")) event.preventDefault();
 });
 document.addEventListener("drop", (event) => take(event, event.dataTransfer?.files));

@@ -1,4 +1,4 @@
-"""Hashes of pixels: another number anywhere, in any of the pieces that threads hash, makes another picture."""
+"""Hashes of pixels: another number anywhere, in any of the pieces that threads hash, makes another image."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def digests(pixels: Tensor, *grids: tuple[int, int, int]) -> list[bytes]:
     return [*digests_of({"pixel_values": pixels, "image_grid_thw": grid}, tokens)]
 
 
-def test_any_number_any_place_and_any_size_of_a_picture_makes_another_one(pixels, seed):
+def test_any_number_any_place_and_any_size_of_a_image_makes_another_one(pixels, seed):
     assert pixels.nbytes == 3 * PIECE
     (own,) = digests(pixels)
     assert len(own) == 32
@@ -44,10 +44,10 @@ def test_any_number_any_place_and_any_size_of_a_picture_makes_another_one(pixels
     found.add(*digests(torch.cat([halves[1], halves[0], halves[2]]).view(torch.bfloat16).view(PATCHES, WIDTH)))
     found.add(*digests(pixels, (1, 64, 32)))
     found.add(*digests(pixels.view(torch.float16)))
-    assert len(found) == 7, f"seed {seed}: two pictures have one hash"
+    assert len(found) == 7, f"seed {seed}: two images have one hash"
 
 
-def test_pictures_of_one_prompt_have_the_hashes_that_each_has_alone(pixels):
+def test_images_of_one_prompt_have_the_hashes_that_each_has_alone(pixels):
     sizes = (1, 32, 32), (1, 16, 64)
     first, second = pixels.split(PATCHES // 2)
     assert digests(pixels, *sizes) == [*digests(first, sizes[0]), *digests(second, sizes[1])]

@@ -1,4 +1,4 @@
-"""Pictures in requests of OpenAI's API, and files that are none."""
+"""Images in requests of OpenAI's API, and files that are none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def data_url(file: bytes, kind: str = "image/png") -> str:
 
 
 def shown(*urls: Any, text: str = "w5 w6") -> list[dict[str, Any]]:
-    """The messages of a chat with one question, pictures before its text."""
-    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+    """The messages of a chat with one question, images before its text."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
 
 
 def png(width: int, height: int, data: bytes = b"", more: bytes = b"") -> bytes:

@@ -1,4 +1,4 @@
-"""Pictures on the page at `/` in a headless Chromium: chosen, pasted and dropped, shown, sent, and kept."""
+"""Images on the page at `/` in a headless Chromium: chosen, pasted and dropped, shown, sent, and kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.server.browser import Browser
-from support.server.pictures import data_url
+from support.server.images import data_url
 from support.server.scripted import Script
 
 pytestmark = pytest.mark.whole
@@ -41,16 +41,16 @@ def hand_over(talk: Browser, how: str, file: bytes = RED, kind: str = "image/png
 
 def choose(talk: Browser, file: Path) -> None:
     document = talk.call("DOM.getDocument")["root"]["nodeId"]
-    node = talk.call("DOM.querySelector", nodeId=document, selector="#picture-files")["nodeId"]
+    node = talk.call("DOM.querySelector", nodeId=document, selector="#image-files")["nodeId"]
     talk.call("DOM.setFileInputFiles", files=[str(file)], nodeId=node)
 
 
 def until_waiting(talk: Browser, count: int) -> None:
-    talk.until(f"document.querySelectorAll('#pictures img').length === {count}")
+    talk.until(f"document.querySelectorAll('#images img').length === {count}")
 
 
 def loaded(talk: Browser, selector: str) -> bool:
-    """Whether a picture is drawn, which the page's policy might forbid."""
+    """Whether an image is drawn, which the page's policy might forbid."""
     return bool(talk.run(f"document.querySelector({json.dumps(selector)}).decode().then(() => true, () => false)"))
 
 
@@ -60,15 +60,15 @@ def kept_turns(talk: Browser) -> Any:
 
 
 def files_sent(script: Script) -> list[bytes]:
-    pictured = script.asked[-1].pictured
-    return [] if pictured is None else pictured.images
+    image_prompt = script.asked[-1].image_prompt
+    return [] if image_prompt is None else image_prompt.images
 
 
-def test_a_picture_comes_by_button_paste_and_drop_and_is_shown_sent_and_kept(
+def test_a_image_comes_by_button_paste_and_drop_and_is_shown_sent_and_kept(
     talk: Browser, script: Script, tmp_path: Path
 ) -> None:
     script.text = "A red square."
-    talk.until("!document.querySelector('#add-picture').hidden")
+    talk.until("!document.querySelector('#add-image').hidden")
     (tmp_path / "a.png").write_bytes(RED)
     choose(talk, tmp_path / "a.png")
     until_waiting(talk, 1)
@@ -76,40 +76,40 @@ def test_a_picture_comes_by_button_paste_and_drop_and_is_shown_sent_and_kept(
     until_waiting(talk, 2)
     hand_over(talk, "drop")
     until_waiting(talk, 3)
-    talk.click("#pictures button")
+    talk.click("#images button")
     until_waiting(talk, 2)
-    talk.click("#pictures button")
+    talk.click("#images button")
     until_waiting(talk, 1)
     talk.ask("What is it?")
     talk.until_answered()
     assert len(files_sent(script)) == 1
     assert files_sent(script)[0].startswith(b"\x89PNG")
-    assert (talk.count("article.user .picture"), talk.count("#pictures img")) == (1, 0)
-    assert loaded(talk, "article.user .picture")
+    assert (talk.count("article.user .image"), talk.count("#images img")) == (1, 0)
+    assert loaded(talk, "article.user .image")
     (turn,) = kept_turns(talk)
     assert turn["images"][0].startswith("data:image/png;base64,")
     talk.open(talk.run("location.origin"))
     talk.until_state("ready")
-    assert loaded(talk, "article.user .picture")
+    assert loaded(talk, "article.user .image")
     asked = len(script.asked)
     script.text = "Again."
     talk.run("[...document.querySelectorAll('button')].find((found) => found.innerText === 'Regenerate').click()")
     talk.until("document.querySelector('.assistant .tail')?.innerText === 'Again.'")
     assert (len(script.asked), len(files_sent(script))) == (asked + 1, 1)
-    talk.ask("And its size?")  # the picture of the earlier turn goes with it
+    talk.ask("And its size?")  # the image of the earlier turn goes with it
     talk.until_answered(2)
     assert len(files_sent(script)) == 1
     assert talk.complaints == []
 
 
-def test_a_question_that_is_edited_has_its_picture_again(talk: Browser, script: Script) -> None:
+def test_a_question_that_is_edited_has_its_image_again(talk: Browser, script: Script) -> None:
     script.text = "Yes."
-    talk.until("!document.querySelector('#add-picture').hidden")
+    talk.until("!document.querySelector('#add-image').hidden")
     hand_over(talk, "drop")
     until_waiting(talk, 1)
-    talk.click("#send")  # a picture alone is a question
+    talk.click("#send")  # an image alone is a question
     talk.until_answered()
-    assert talk.text("#chats .title") == "Picture"
+    assert talk.text("#chats .title") == "Image"
     talk.run("[...document.querySelectorAll('button')].find((found) => found.innerText === 'Edit').click()")
     until_waiting(talk, 1)
     talk.ask("Is it red?")
@@ -118,11 +118,11 @@ def test_a_question_that_is_edited_has_its_picture_again(talk: Browser, script: 
     assert len(files_sent(script)) == 1
 
 
-def test_a_large_picture_is_made_smaller_and_what_is_none_is_said(talk: Browser, script: Script) -> None:
+def test_a_large_image_is_made_smaller_and_what_is_none_is_said(talk: Browser, script: Script) -> None:
     script.text = "Yes."
-    talk.until("!document.querySelector('#add-picture').hidden")
-    hand_over(talk, "drop", b"no picture", "text/plain")
-    talk.until("!document.querySelector('#no-picture').hidden")
+    talk.until("!document.querySelector('#add-image').hidden")
+    hand_over(talk, "drop", b"no image", "text/plain")
+    talk.until("!document.querySelector('#no-image').hidden")
     noise = (
         "(() => { const canvas = document.createElement('canvas'); canvas.width = 3000; canvas.height = 1000;"
         " const drawing = canvas.getContext('2d'); for (let place = 0; place < 3000; place += 3) {"
@@ -131,28 +131,26 @@ def test_a_large_picture_is_made_smaller_and_what_is_none_is_said(talk: Browser,
     )
     hand_over(talk, "paste", base64.b64decode(talk.run(noise).partition(",")[2]))
     until_waiting(talk, 1)
-    assert loaded(talk, "#pictures img")
-    image = "document.querySelector('#pictures img')"
+    assert loaded(talk, "#images img")
+    image = "document.querySelector('#images img')"
     assert talk.run(f"[{image}.naturalWidth, {image}.naturalHeight]") == [1536, 512]
-    assert talk.run("document.querySelector('#no-picture').hidden")
+    assert talk.run("document.querySelector('#no-image').hidden")
 
 
 def test_a_model_without_eyes_has_no_button(tab: Browser) -> None:
     tab.until_state("ready")
-    assert tab.run("document.querySelector('#add-picture').hidden")
+    assert tab.run("document.querySelector('#add-image').hidden")
     hand_over(tab, "paste")
-    assert tab.count("#pictures img") == 0
+    assert tab.count("#images img") == 0
 
 
 def parts_of(message: dict[str, Any]) -> list[str]:
     return [part.get("text", part["type"]) for part in message["content"]]
 
 
-def test_pictures_for_which_a_request_has_no_room_are_left_out_from_the_oldest_on(
-    talk: Browser, script: Script
-) -> None:
+def test_images_for_which_a_request_has_no_room_are_left_out_from_the_oldest_on(talk: Browser, script: Script) -> None:
     script.text = "Yes."
-    talk.until("!document.querySelector('#add-picture').hidden")
+    talk.until("!document.querySelector('#add-image').hidden")
     hand_over(talk, "drop")  # the first question has two
     until_waiting(talk, 1)
     for turn in range(1, 19):
@@ -161,20 +159,20 @@ def test_pictures_for_which_a_request_has_no_room_are_left_out_from_the_oldest_o
         sent = talk.sent(f"Question {turn}")["messages"][::2]
         talk.until_answered(turn)
         assert len(files_sent(script)) == min(turn + 1, 16)
-    assert parts_of(sent[0]) == ["(2 pictures were here.)", "Question 1"]
-    assert parts_of(sent[1]) == ["(A picture was here.)", "Question 2"]
+    assert parts_of(sent[0]) == ["(2 images were here.)", "Question 1"]
+    assert parts_of(sent[1]) == ["(An image was here.)", "Question 2"]
     assert parts_of(sent[2]) == ["image_url", "Question 3"]
     notes = talk.texts("article .note")
     assert not [note for note in notes[:15] if "left out" in note]
     assert [note.split(" · ")[0] for note in notes[15:]] == [
-        "the oldest picture was left out: no room for more",
-        "the 2 oldest pictures were left out: no room for more",
-        "the 3 oldest pictures were left out: no room for more",
+        "the oldest image was left out: no room for more",
+        "the 2 oldest images were left out: no room for more",
+        "the 3 oldest images were left out: no room for more",
     ]
     assert (talk.count("article .error"), talk.complaints) == (0, [])
 
 
-def test_pictures_have_room_beside_the_texts_in_the_bytes_of_a_request(talk: Browser) -> None:
+def test_images_have_room_beside_the_texts_in_the_bytes_of_a_request(talk: Browser) -> None:
     counted = """
     import('/page/messages.js').then(({ giveRoom, request }) => {
       const images = ['data:image/png;base64,' + 'A'.repeat(100_000)];

@@ -1,4 +1,4 @@
-"""Prompts with pictures: TRL gives their tokens and the pictures, and the engine has the trainer's processor."""
+"""Prompts with images: TRL gives their tokens and the images, and the engine has the trainer's processor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.huggingface.processors import picture, qwen3_vl, qwen3_vl_processor
+from support.huggingface.processors import noise_image, qwen3_vl, qwen3_vl_processor
 from support.rollouts import by_engine, ratios_of, trained
 
 CLOSE = 1e-4
@@ -25,7 +25,7 @@ def model(processor: Any) -> Any:
 
 
 def options(processor: Any, steps: int, **others: Any) -> dict[str, Any]:
-    shown = [picture(16, 24, 1), picture(32, 16, 2)]
+    shown = [noise_image(16, 24, 1), noise_image(32, 16, 2)]
     prompts = [
         {"prompt": [{"role": "user", "content": text}], "image": image}
         for text, image in zip(("abc", "hello you"), shown, strict=True)
