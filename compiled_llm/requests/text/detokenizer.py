@@ -99,7 +99,9 @@ class _WindowDetokenizer(Detokenizer):
     def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
         super().__init__(decoder, skip_special_tokens)
         options = {"clean_up_tokenization_spaces": False} if decoder.cleans_up else {}
-        self._decode = functools.partial(decoder.tokenizer.decode, skip_special_tokens=skip_special_tokens, **options)
+        self._decode: Callable[[list[int]], str] = functools.partial(
+            decoder.tokenizer.decode, skip_special_tokens=skip_special_tokens, **options
+        )
         self._before: list[int] = []  # tokens whose text came last
         self._before_text = ""
 
