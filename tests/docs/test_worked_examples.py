@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
@@ -21,8 +21,6 @@ import compiled_llm
 from compiled_llm import features
 from compiled_llm.kinds import latent, registry, support as table, uneven
 from compiled_llm.kinds.registry import CODECS
-from compiled_llm.requests import sampling_params
-from compiled_llm.requests.sampling_params import SamplingNumbers, number_fields
 from compiled_llm_ops import backends
 from compiled_llm_ops.contracts import SCALED_DTYPES
 from compiled_llm_ops.reference.backend import Reference
@@ -127,16 +125,6 @@ def test_a_kind_with_two_latents(mode: str, monkeypatch: pytest.MonkeyPatch, see
     assert {tuple(own.shape[1:]) for own in model.compiled.model_runner().state.pages} == {(1, 4, sum(LATENTS))}
 
 
-def test_a_sampling_parameter() -> None:
-    body = "".join(f"    {line}\n" for line in example("top_a").splitlines())
-    found: dict[str, Any] = {**vars(sampling_params), "__name__": sampling_params.__name__}
-    exec(f"class More(SamplingNumbers):\n{body}", found)
-    field = number_fields(dataclass(frozen=True, eq=False, kw_only=True)(found["More"]))["top_a"]
-    assert field.number.draws
-    assert [field.fits(value) for value in (0.0, 0.5, 1, 1.5, -1, None)] == [True, True, True, False, False, False]
-    assert "top_a" not in number_fields(SamplingNumbers)
-
-
 def test_a_tap_that_records_entropy() -> None:
     tap = module_of(example("Entropy(Tap)")).Entropy()
     model: Any = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS)
@@ -160,13 +148,22 @@ def changed_copy(folder: Path, own: Mapping[str, str], diff: str, most_files: in
     changed = diff.split("--- ")[1:]
     assert len(changed) <= most_files
     for each in changed:
-        file, *lines = each.splitlines()
-        text = (parted.folder / file).read_text()
-        for before, new in zip(lines[::2], lines[1::2], strict=True):
-            assert text.count(f"{before[1:]}\n") == 1
-            text = text.replace(f"{before[1:]}\n", f"{before[1:]}\n{new[1:]}\n")
-        (parted.folder / file).write_text(text)
+        file, _, lines = each.partition("\n")
+        path = parted.folder / file.removeprefix("ops/")
+        path.write_text(changed_text(path.read_text(), lines))
     return parted
+
+
+def changed_text(text: str, diff: str) -> str:
+    """A file's text with lines of ``+``: below the one before them, or in place of all that are like one of ``-``."""
+    changes = re.findall(r"^([ -])(.*\n)((?:\+.*\n)+)", diff, re.MULTILINE)
+    assert sum(new.count("\n") + 1 for _, _, new in changes) == diff.count("\n")
+    for sign, old, new in changes:
+        count = text.count(f"\n{old}")
+        assert count > 0 if sign == "-" else count == 1
+        kept = "" if sign == "-" else old
+        text = text.replace(f"\n{old}", f"\n{kept}{re.sub('^[+]', '', new, flags=re.MULTILINE)}")
+    return text
 
 
 def run_in(parted: Parted, script: str, *arguments: str) -> None:
@@ -329,6 +326,97 @@ with Engine(model, tokenizer=tokenizer) as engine, engine_that_names_its_tokeniz
 def test_a_late_sampler(tmp_path: Path) -> None:
     own = {"compiled_llm/engine/no_repeat.py": example("NoRepeatTap", PAGE)}
     run_in(changed_copy(tmp_path, own, example("no_repeat", PAGE, "diff"), most_files=3), NARROW)
+
+
+DRAW = """
+import sys
+
+import pytest
+import torch
+
+import compiled_llm
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm_ops import sample_tokens
+from compiled_llm_ops.sampling.sampling import SampleTokens
+from support.ops.interpreting import INTERPRETED, take_scalars_as_numbers
+from support.ops.sampling_cases import arguments
+
+assert compiled_llm.__file__.startswith(sys.argv[1])
+torch.manual_seed(0)
+others = [{}, {"top_k": 20}, {"top_p": 0.95}, {"top_k": 300, "top_p": 0.9}, {"min_p": 0.02}]
+cases = [(top_a, each) for top_a in (0.0, 0.05, 0.5, 1.0) for each in others] * (1 if INTERPRETED else 4)
+logits, seeds = 2.5 * torch.randn(len(cases), 1500), torch.randint(2**62, (len(cases),))
+largest = (logits / 0.9).softmax(dim=-1).amax(dim=-1).tolist()
+alike = [max(top_a * share, each.get("min_p", 0.0)) for (top_a, each), share in zip(cases, largest)]
+with_min_p = [Sampling(**{"temperature": 0.9, **each, "min_p": p}) for (_, each), p in zip(cases, alike)]
+expected = sample_tokens(*arguments(logits, seeds, with_min_p))
+given = arguments(logits, seeds, [Sampling(temperature=0.9, top_a=top_a, **each) for top_a, each in cases])
+without = arguments(logits, seeds, [Sampling(temperature=0.9, **each) for _, each in cases])
+if INTERPRETED:
+    from compiled_llm_ops.sampling.kernels import sampling as kernels
+
+    take_scalars_as_numbers(pytest.MonkeyPatch())
+    sampled = kernels.sample_tokens(SampleTokens(*given), NOT_A_TOKEN)
+else:
+    sampled = sample_tokens(*given)
+assert torch.equal(sampled, expected)
+assert int((sampled != sample_tokens(*without)).sum()) >= len(cases) // 8
+"""
+DRAW_IN_ENGINE = """
+import sys
+
+import torch
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams
+from support.server.engine_processes import engine_that_names_its_tokenizer
+from support.server.running_servers import chat_tokenizer, running_server
+from support.tiny_models import tiny_qwen3
+
+assert compiled_llm.__file__.startswith(sys.argv[1])
+plain, prompt = tiny_qwen3(eos_token_id=None, vocab_size=380), [9, 8, 5]
+model = compiled_llm.wrap(plain, mode="eager", kv_memory="2000 tokens", max_batch_size=8, progress=False)
+params = SamplingParams(top_a=0.3, temperature=2.0, seed=5, max_tokens=40, logprobs=1)
+with (
+    Engine(model, tokenizer=chat_tokenizer(), logprobs_mode="processed_logprobs") as engine,
+    engine_that_names_its_tokenizer(engine) as process,
+):
+    answer = engine.generate([prompt], params)[0].outputs[0]
+    with torch.no_grad():
+        logits = plain(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+    shares = (logits / 2.0).softmax(dim=-1)
+    kept = torch.where(shares >= 0.3 * shares.amax(dim=-1, keepdim=True) ** 2, shares, 0.0)
+    assert 40 < int((kept > 0).sum()) < 380 * 40
+    tokens = torch.tensor(answer.token_ids)[:, None]
+    expected = (kept / kept.sum(dim=-1, keepdim=True)).gather(1, tokens)[:, 0].log()
+    found = [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids)]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+    with running_server(process.server._path) as server:
+        body = {"prompt": prompt, "max_tokens": 40, "temperature": 2.0, "seed": 5, "return_token_ids": True}
+        (choice,) = server.post("/v1/completions", **body, top_a=0.3)["choices"]
+        assert choice["token_ids"] == answer.token_ids
+        (choice,) = server.post("/v1/completions", **body)["choices"]
+        assert choice["token_ids"] != answer.token_ids
+try:
+    SamplingParams(top_a=1.5)
+except ValueError as error:
+    assert "top_a=1.5 must be from 0 to 1; 0 is all tokens" in str(error)
+else:
+    raise AssertionError("top_a=1.5")
+"""
+
+
+def test_a_sampling_parameter_with_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {
+        "compiled_llm_ops/sampling/top_a.py": example("torch.where(top_a", PAGE),
+        "compiled_llm_ops/sampling/kernels/top_a.py": example("tl.where(top_a", PAGE),
+    }
+    parted = changed_copy(tmp_path, own, example("top_a", PAGE, "diff"), most_files=5)
+    run_in(parted, DRAW)
+    run_in(parted, DRAW_IN_ENGINE)
+    if importlib.util.find_spec("triton") is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        run_in(parted, DRAW)
 
 
 def test_a_backend_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
