@@ -9,7 +9,7 @@ from typing import Any
 from compiled_llm.engine.input_processing.input_processor import TokenFacts, requests_for
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSampling
-from compiled_llm.engine.parts import IMAGES, EngineGrammars, GivenImages
+from compiled_llm.engine.parts import IMAGES, EngineGrammars, GivenImages, MultimodalProcessor
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.source import EngineSource
@@ -31,7 +31,7 @@ class Intake:
     runtime: Runtime
     engine_thread: EngineThread
     tokenizer: Any
-    processor: Any
+    processor: MultimodalProcessor | None
     forms: EngineGrammars | None  # None if they were taken out
     own_ends: frozenset[int]  # tokens that end answers besides those of the model
     max_model_len: int | None

@@ -58,6 +58,13 @@ class GrammarsPart(Protocol):
     ) -> frozenset[int]: ...
 
 
+class MultimodalProcessor(Protocol):
+    """HuggingFace's processor of a model, which makes inputs of text and images."""
+
+    def __call__(self, **options: object) -> Mapping[str, Any]: ...
+    def apply_chat_template(self, conversation: list[object], **options: object) -> Mapping[str, Any]: ...
+
+
 class GivenImages(Protocol):
     """The images of one prompt."""
 
@@ -78,15 +85,15 @@ class ImagesPart(Protocol):
 
     def images_of(
         self,
-        prompt: Any,
-        processor: Any,
+        prompt: object,
+        processor: MultimodalProcessor | None,
         params: SamplingParams,
         model_runner: ModelRunner,
         salt: Hashable,
         cache_bytes: int,
         in_steps: bool,
     ) -> GivenImages: ...
-    def inputs_of(self, prompt: Any, processor: Any, image_token: int) -> dict[str, Any]: ...
+    def inputs_of(self, prompt: object, processor: MultimodalProcessor | None, image_token: int) -> dict[str, Any]: ...
     def prepare(self, model_runner: ModelRunner, report: Report) -> None: ...
     def check_kinds(self, kinds: Sequence[FoundKind]) -> None: ...
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.images.encoder.compiled_encoder import own_encoder, slower_encoder
+from compiled_llm.engine.images.prompt_encoder import stacked
 from compiled_llm.engine.images.read_in_steps import model_obstacle
 from compiled_llm.engine.images.shown import AXES, ShownTokens, forward_for
 from compiled_llm.execution.model_runner import ModelRunner
@@ -24,6 +25,8 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.model.facts import Forward
 
 if TYPE_CHECKING:
+    from transformers.utils.generic import ModelOutput
+
     from compiled_llm.huggingface import images as this
     from compiled_llm.huggingface.call.other_inputs import InputsPart
 
@@ -81,16 +84,18 @@ def features_of(model_runner: ModelRunner, inputs: Mapping[str, Any]) -> dict[st
     return {"image": model_runner.thread.call(_features, model_runner, pixels, grid)}
 
 
-def _features(model_runner: ModelRunner, pixels: Tensor, grid: Tensor) -> Any:
+def _features(model_runner: ModelRunner, pixels: Tensor, grid: Tensor) -> ModelOutput:
     """Return what the encoder makes of images, with their grids on the CPU; called in the model's executor."""
     facts = model_runner.state.facts
-    model: Any = facts.model
+    model = facts.model
     own = own_encoder(model, model_runner)
     inner, grid = (model.model, grid.to(model.device)) if own is None else (own.inside(model.model), grid)
     pixels = pixels.to(model.device, non_blocking=True)
     with torch.no_grad(), facts.attention.original():
         # Whether a tensor was made in inference mode would be compiled in.
-        return inner.get_image_features(pixels.clone() if pixels.is_inference() else pixels, grid, return_dict=True)
+        pixels = pixels.clone() if pixels.is_inference() else pixels
+        features: ModelOutput = inner.get_image_features(pixels, grid, return_dict=True)
+        return features
 
 
 # ---- the prefill
@@ -112,10 +117,10 @@ class ShownColumns(NamedTuple):
             ValueError: the images have other numbers of tokens than ``ids`` have places for them.
         """
         facts = model_runner.state.facts
-        model: Any = facts.model
+        model = facts.model
         shown = ids.numpy() == model.config.image_token_id
         outputs = inputs.get(_OUTPUTS) or features_of(model_runner, inputs)
-        features = _stacked(outputs["image"], model.dtype)
+        features = stacked(outputs["image"], model.dtype)
         if (places := int(shown.sum())) != features.shape[1]:
             raise ValueError(
                 f"input_ids: {places} tokens of images and features of {features.shape[1]} do not match; give what "
@@ -143,14 +148,3 @@ class ShownColumns(NamedTuple):
 
 
 columns_of = ShownColumns.of_call
-
-
-def _stacked(outputs: Any, dtype: torch.dtype) -> Tensor:
-    """Return the features of all images' tokens, ``[1 + F, K, C]``."""
-    layers = [outputs["pooler_output"], *(outputs.get("deepstack_features") or ())]
-    return torch.stack([_flat(layer) for layer in layers]).to(dtype)
-
-
-def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
-    parts = [features] if isinstance(features, Tensor) else features
-    return torch.cat([own.reshape(-1, own.shape[-1]) for own in parts])

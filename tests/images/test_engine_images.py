@@ -277,6 +277,6 @@ def test_a_state_taken_one_token_late_would_be_found(monkeypatch):
 def test_features_of_other_tokens_would_be_found(monkeypatch):
     prompts: list[tuple[Part, ...]] = [(5, WIDE, *range(20, 30)), (5, WIDE, *range(40, 50))]
     assert differing(prompts, in_steps=False) == []
-    joined = resumed._later
-    monkeypatch.setattr(resumed, "_later", lambda features, known: [joined(features, 0)[0][:-known]])
+    flat = resumed.flat
+    monkeypatch.setattr(resumed, "flat", lambda features: flat(features).roll(1, 0))
     assert differing(prompts, in_steps=False) == [prompts[1]]

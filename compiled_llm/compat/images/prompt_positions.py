@@ -8,14 +8,14 @@ difference to the length in ``rope_deltas``, for a second turn of ``generate``: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 _METHOD = "_prepare_position_ids_for_generation"
 
 
-def prompt_positions(model_class: type, model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
+def prompt_positions(model_class: type, model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor | None:
     """Return ``[1, T]`` or ``[A, 1, T]`` positions of one prompt; None if this transformers does not say.
 
     Args:

@@ -11,11 +11,14 @@ attention as one op | lengths are read on the host, and images attended to one b
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils.generic import ModelOutput
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
@@ -27,9 +30,36 @@ SEGMENTS = "compiled_llm_flash_segments"
 """The name of an attention implementation to which encoders hand over all images with their starts."""
 
 
-def of_grid(encoder: Any, grid: Tensor) -> dict[str, Tensor]:
+class _PatchEmbedding(nn.Module):
+    proj: nn.Conv3d
+
+
+class VisionEncoder(nn.Module):
+    """A Qwen-VL's vision tower, for type checkers; Qwen2.5-VL's alone has windows, Qwen3-VL's learned positions."""
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    patch_embed: _PatchEmbedding
+    spatial_merge_size: int
+    window_size: int
+    patch_size: int
+    num_grid_per_side: int
+    interpolation_mode: str
+    interpolation_align_corners: bool
+
+
+class ImageModel(nn.Module):
+    """A model that reads images, or what it is without its head, for type checkers; ``visual`` is of the latter."""
+
+    config: PretrainedConfig
+    visual: VisionEncoder
+    get_image_features: Callable[..., ModelOutput]
+    prepare_inputs_for_generation: Callable[..., dict[str, Any]]
+
+
+def of_grid(encoder: VisionEncoder, grid: Tensor) -> dict[str, Tensor]:
     """Return what an encoder's forward would derive from a grid ``[N, 3]`` on the CPU, by its arguments' names."""
-    merged: int = encoder.spatial_merge_size
+    merged = encoder.spatial_merge_size
     read = {
         "position_ids": get_vision_position_ids(grid, merged),
         "cu_seqlens": get_vision_cu_seqlens(grid),
@@ -49,21 +79,26 @@ def of_grid(encoder: Any, grid: Tensor) -> dict[str, Tensor]:
     return read
 
 
-def window_patches(encoder: Any) -> int:
+def patch_width(config: PretrainedConfig) -> int:
+    """Return how many numbers a patch has, by an encoder's config."""
+    width: int = config.temporal_patch_size * config.patch_size**2 * getattr(config, "in_channels", 3)
+    return width
+
+
+def window_patches(encoder: VisionEncoder) -> int:
     """Return how many patches a window has at most, in which layers of Qwen2.5-VL's attend; 0 without windows."""
     if not hasattr(encoder, "window_size"):
         return 0
-    side: int = encoder.window_size // encoder.spatial_merge_size // encoder.patch_size * encoder.spatial_merge_size
+    side = encoder.window_size // encoder.spatial_merge_size // encoder.patch_size * encoder.spatial_merge_size
     return side * side
 
 
-def output_of(encoder: object, features: Sequence[Tensor]) -> object:
+def output_of(encoder: VisionEncoder, features: Sequence[Tensor]) -> BaseModelOutputWithPooling:
     """Return what an encoder's forward would return with features ``[T, C]``: its own, then those of other layers."""
     module = sys.modules[type(encoder).__module__]
     own, *others = features
-    kind: Any = getattr(module, "BaseModelOutputWithDeepstackFeatures", None)
-    return (
-        BaseModelOutputWithPooling(pooler_output=own)
-        if kind is None
-        else kind(pooler_output=own, deepstack_features=others)
-    )
+    kind = getattr(module, "BaseModelOutputWithDeepstackFeatures", None)
+    if kind is None:
+        return BaseModelOutputWithPooling(pooler_output=own)
+    output: BaseModelOutputWithPooling = kind(pooler_output=own, deepstack_features=others)
+    return output

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.engine.encoder_cache_stats import EncoderCacheStats
@@ -21,7 +22,7 @@ _NAME = "encoder_cache"
 class Features(NamedTuple):
     """What an encoder returned for one image, or for all of a prompt."""
 
-    kind: type  # the class of it
+    kind: type[ModelOutput]  # the class of it
     fields: dict[str, Any]  # tensors, and lists of them
 
     @property
@@ -84,7 +85,7 @@ class EncoderCache:
             self.generation += 1
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value

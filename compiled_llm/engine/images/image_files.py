@@ -8,7 +8,7 @@ import io
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,7 +23,7 @@ class UnreadError(Exception):
     """An image that cannot be had while a processor reads it; its cause says why."""
 
 
-def opened(given: Any) -> Image:
+def opened(given: object) -> Image:
     """Return an image as ``coloured``, turned as its camera says; ValueError if it is none, too large or damaged.
 
     Args:
@@ -52,7 +52,7 @@ def coloured(image: Image) -> Image:
     return image.convert("RGBA" if transparent else "RGB")
 
 
-def as_read_by(image_processor: Any, image: Image) -> Image:
+def as_read_by(image_processor: object, image: Image) -> Image:
     """Return an image as a processor is given it: one that reads RGB alone has what is transparent blended onto white.
 
     Args:
@@ -72,7 +72,7 @@ def has_further_frames(image: Image) -> bool:
     return image.format != "MPO" and getattr(image, "n_frames", 1) > 1
 
 
-def _file(given: object) -> Any:
+def _file(given: object) -> Path | io.BytesIO:
     """Return what Pillow opens: a path, or bytes as a file."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         _check_bytes(len(given))

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -15,10 +15,15 @@ from compiled_llm.engine.images.image_files import MOST_PIXELS, UnreadError, as_
 from compiled_llm.engine.images.scaling import oversized
 from compiled_llm.requests.users_code import described
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from compiled_llm.engine.parts import MultimodalProcessor
+
 _NOT_SERVED = {"video": "videos are", "audio": "sound is", "video_url": "videos are", "input_audio": "sound is"}
 
 
-def inputs_of(prompt: Any, processor: Any, image_token: int) -> dict[str, Any]:
+def inputs_of(prompt: object, processor: MultimodalProcessor | None, image_token: int) -> dict[str, Any]:
     """Return what the processor makes of a prompt, or has made of it; ValueError if it cannot be had.
 
     Args:
@@ -42,30 +47,29 @@ def inputs_of(prompt: Any, processor: Any, image_token: int) -> dict[str, Any]:
     if isinstance(prompt, Mapping):
         made = _of_dictionary(prompt, processor, image_token)
     else:
-        made = _of_messages(prompt, processor, image_token)
+        made = _of_messages(cast("Sequence[object]", prompt), processor)
     return {name: value for name, value in made.items() if value is not None}
 
 
-def _of_messages(messages: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:
+def _of_messages(messages: Sequence[object], processor: MultimodalProcessor) -> Mapping[str, Any]:
     loaded = [_with_images(message, processor) for message in messages]
-    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    return _asked(processor.apply_chat_template, loaded, add_generation_prompt=True, **options)
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    return _asked(processor.apply_chat_template, loaded, **options)
 
 
-def _with_images(message: Any, processor: Any) -> object:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, (list, tuple)):
+def _with_images(message: object, processor: MultimodalProcessor) -> object:
+    if not isinstance(message, Mapping) or not isinstance(content := message.get("content"), (list, tuple)):
         return message
     return {**message, "content": [_part(part, processor) for part in content]}
 
 
-def _part(part: Any, processor: Any) -> Any:
+def _part(part: object, processor: MultimodalProcessor) -> object:
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     if kind == "text":
         return part
     if kind in _NOT_SERVED:
         raise ValueError(f"prompt: a message has a part of type {kind!r}; {_NOT_SERVED[kind]} not served")
-    if kind != "image" or "image" not in part:
+    if not isinstance(part, Mapping) or kind != "image" or "image" not in part:
         raise ValueError(
             f"prompt: a message has a part {_shown(part)}; images are {{'type': 'image', 'image': ...}}, an Image of "
             "Pillow's, or the path or the bytes of a file"
@@ -73,7 +77,7 @@ def _part(part: Any, processor: Any) -> Any:
     return {"type": "image", "image": _given(part["image"], processor)}
 
 
-def _given(given: object, processor: object) -> Any:
+def _given(given: object, processor: object) -> Image:
     """Return an image as the processor is given it; ValueError if it cannot be had, or is made too large."""
     image = opened(given)
     image_processor = getattr(processor, "image_processor", None)
@@ -87,12 +91,12 @@ def _shown(part: object) -> str:
     return f"of type {part['type']!r}{keys}" if isinstance(part, Mapping) and "type" in part else f"{part!r:.40}"
 
 
-def _of_dictionary(prompt: Mapping[str, Any], processor: object, image_token: int) -> Mapping[str, Any]:
-    data = prompt["multi_modal_data"]
-    for name in data if isinstance(data, Mapping) else ():
+def _of_dictionary(prompt: Mapping[str, Any], processor: MultimodalProcessor, image_token: int) -> Mapping[str, Any]:
+    data = prompt["multi_modal_data"] if isinstance(prompt["multi_modal_data"], Mapping) else {}
+    for name in data:
         if name != "image":
             raise ValueError(f"prompt: multi_modal_data has {name!r}; images alone are served, under 'image'")
-    given = data.get("image") if isinstance(data, Mapping) else None
+    given = data.get("image")
     images = [_given(image, processor) for image in (given if isinstance(given, (list, tuple)) else [given])]
     for name in prompt:
         if name not in ("prompt", "prompt_token_ids", "multi_modal_data") and prompt[name] is not None:
@@ -102,7 +106,7 @@ def _of_dictionary(prompt: Mapping[str, Any], processor: object, image_token: in
     return inputs_of_text(prompt.get("prompt"), images, processor)
 
 
-def inputs_of_text(text: object, images: Sequence[Any], processor: object) -> Mapping[str, Any]:
+def inputs_of_text(text: object, images: Sequence[object], processor: MultimodalProcessor) -> Mapping[str, Any]:
     """Return what the processor makes of a text with images as it is given them; raises as ``_asked``."""
     options = _without_a_second_beginning(text, processor)
     return _asked(processor, text=[text], images=list(images), return_tensors="pt", **options)
@@ -114,7 +118,9 @@ def _without_a_second_beginning(text: object, processor: object) -> dict[str, An
     return {"add_special_tokens": False} if begin and isinstance(text, str) and text.startswith(begin) else {}
 
 
-def _of_ids(ids: NDArray[np.int64], images: Sequence[Any], processor: object, image_token: int) -> Mapping[str, Any]:
+def _of_ids(
+    ids: NDArray[np.int64], images: Sequence[Image], processor: MultimodalProcessor, image_token: int
+) -> Mapping[str, Any]:
     """Return the inputs of token ids that have one token for each image, as vLLM takes them, or all of them."""
     token = getattr(processor, "image_token", None)
     if token is None:
@@ -140,12 +146,11 @@ def _of_ids(ids: NDArray[np.int64], images: Sequence[Any], processor: object, im
     return {**inputs, "input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **marks}
 
 
-def _asked(function: Any, *arguments: object, **options: object) -> Mapping[str, Any]:
+def _asked(function: Callable[..., Mapping[str, Any]], *arguments: object, **options: object) -> Mapping[str, Any]:
     """Return what the processor returns; ValueError says why it does not, UnreadError that an image cannot be had."""
     try:
-        returned: Mapping[str, Any] = function(*arguments, **options)
+        return function(*arguments, **options)
     except UnreadError:
         raise
     except Exception as error:
         raise ValueError(f"prompt: the processor has failed: {described(error)}") from error
-    return returned

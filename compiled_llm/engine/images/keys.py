@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +84,7 @@ def _digest(parts: Sequence[tuple[bytes, Iterator[bytes]]]) -> bytes:
 
 def _keys(digest: bytes, tokens: int) -> NDArray[np.int64]:
     words, places = np.frombuffer(digest, dtype=np.uint64), np.arange(tokens, dtype=np.uint64)
-    mixed: Any = (words[places % np.uint64(len(words))] ^ (places * _ODD)) | _NEGATIVE
+    mixed: NDArray[np.uint64] = (words[places % np.uint64(len(words))] ^ (places * _ODD)) | _NEGATIVE
     keys: NDArray[np.int64] = mixed.view(np.int64)
     return keys
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from compiled_llm.engine.images.inputs import inputs_of as inputs_of
 from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder, in_dtype
 from compiled_llm.engine.images.read_in_steps import prepare as prepare, steps_obstacle
-from compiled_llm.engine.images.request_images import RequestImages
+from compiled_llm.engine.images.request_images import OF_TOKENS, RequestImages
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.kinds.support import FoundKind, refusal
@@ -25,17 +25,17 @@ from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 from compiled_llm.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from compiled_llm.engine.images import part as this
-    from compiled_llm.engine.parts import ImagesPart
+    from compiled_llm.engine.parts import ImagesPart, MultimodalProcessor
 
     checked: ImagesPart = this
-
-_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def images_of(
     prompt: object,
-    processor: object,
+    processor: MultimodalProcessor | None,
     params: SamplingParams,
     model_runner: ModelRunner,
     salt: Hashable,
@@ -52,7 +52,7 @@ def images_of(
         in_steps: whether steps read images where they can.
 
     Raises:
-        ValueError: the model has no eyes, the prompt is not one that it can compute, or an option does not go with it.
+        ValueError: the model is text-only, the prompt is not one that it can compute, or an option does not go with it.
     """
     facts = model_runner.state.facts
     _check_model(facts)
@@ -61,7 +61,8 @@ def images_of(
     inputs = _checked(inputs_of(prompt, processor, image_token))
     ids = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
     runs = runs_of(ids, image_token)
-    pixels = in_dtype({name: inputs[name] for name in inputs if name not in _OF_TOKENS}, facts.model.dtype)
+    of_images = {name: inputs[name] for name in inputs if name not in ("attention_mask", *OF_TOKENS)}
+    pixels = in_dtype(of_images, facts.model.dtype)
     if not len(runs[0]):
         raise ValueError(
             f"prompt: it has {', '.join(pixels)} and none of its tokens is one of an image, {image_token}; give what "
@@ -76,17 +77,13 @@ def images_of(
         raise ValueError("prompt: this version of transformers does not say which positions images have; update it")
     digests = [*begun]
     encoder = PromptEncoder(pixels, counts, [(salt, digest) for digest in digests], cache_bytes)
-    of_tokens = {name: inputs[name] for name in inputs if name not in pixels}
-    slow = None
-    if in_steps:
-        obstacle = steps_obstacle(encoder, model_runner)
-        in_steps, slow = obstacle is None, _slower(obstacle, model_runner)
-    return RequestImages(facts, of_tokens, positions, token_keys(ids, runs, digests), runs, encoder, in_steps, slow)
-
-
-def _slower(obstacle: str | None, model_runner: ModelRunner) -> Reason | None:
-    """Return that steps do not read images for an ``obstacle``, or else why their encoder is slower; None if not."""
-    return slower_encoder(model_runner) if obstacle is None else Reason("prefill", obstacle)
+    slow: Reason | None = None
+    if in_steps and (obstacle := steps_obstacle(encoder, model_runner)) is not None:
+        in_steps = False
+        slow = Reason("prefill", obstacle)
+    elif in_steps:
+        slow = slower_encoder(model_runner)
+    return RequestImages(facts, ids, inputs, positions, token_keys(ids, runs, digests), runs, encoder, in_steps, slow)
 
 
 def check_kinds(kinds: Sequence[FoundKind]) -> None:
@@ -98,7 +95,9 @@ def check_kinds(kinds: Sequence[FoundKind]) -> None:
 def _check_model(facts: ModelFacts) -> None:
     name = facts.model_class.__name__
     if not sees_images(facts.model):
-        raise ValueError(f"prompt: it has an image, and {name} reads text alone; give text, or serve a model with eyes")
+        raise ValueError(
+            f"prompt: it has an image, and {name} reads text alone; give text, or serve a vision-language model"
+        )
     check_kinds(facts.kinds)
     if not facts.fills_caches:
         raise ValueError(
@@ -122,14 +121,15 @@ def _check_options(facts: ModelFacts, params: SamplingParams, model_runner: Mode
         )
 
 
-def _checked(given: Mapping[str, Any]) -> dict[str, Tensor]:
+def _checked(given: Mapping[str, object]) -> dict[str, Tensor]:
     """Return what a processor returned for one prompt without padding; ValueError for anything else."""
+    inputs: dict[str, Tensor] = {}
     for name, value in given.items():
         if "video" in name or "audio" in name or name in ("input_features", "second_per_grid_ts"):
             raise ValueError(f"prompt: {name}: videos and sound are not served; give text and images")
         if not isinstance(value, Tensor):
             raise ValueError(f'prompt: {name} is a {type(value).__name__}; call the processor with return_tensors="pt"')
-    inputs: dict[str, Tensor] = dict(given)
+        inputs[name] = value
     ids = inputs["input_ids"]
     if ids.dim() != 2 or len(ids) != 1 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
@@ -153,7 +153,7 @@ def _image_token(facts: ModelFacts) -> int:
     return int(token)
 
 
-def _copy(facts: ModelFacts) -> Any:
+def _copy(facts: ModelFacts) -> PreTrainedModel:
     """Return a copy of the model for a method that leaves something in it, or in its part without the head."""
-    model = facts.model
-    return with_another(model, ("model",), shallow_copy) if "model" in model._modules else shallow_copy(model)
+    path = ("model",) if "model" in facts.model._modules else ()
+    return cast("PreTrainedModel", with_another(facts.model, path, shallow_copy))

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
 
+from compiled_llm.compat.images.vision_encoders import ImageModel
 from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder
 from compiled_llm.engine.images.encoder_cache import EncoderCache, Features
 from compiled_llm.engine.images.keys import patches_of
 from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
 
 _UNREAD = frozenset({"last_hidden_state", "hidden_states", "attentions"})
@@ -53,26 +54,27 @@ class PromptEncoder:
             moved["pixel_values"] = torch.zeros((), dtype=pixels.dtype, device=device).expand(pixels.shape)
         return moved
 
-    def encoding(self, model: PreTrainedModel, cache: EncoderCache) -> Any:
+    def encoding(self, model: PreTrainedModel, cache: EncoderCache) -> ImageModel:
         """Return a copy of a model whose encoder this is."""
         path = ("model",) if "model" in model._modules else ()
-        return with_another(model, path, lambda inner: self._encoding(inner, cache))
+        return cast(ImageModel, with_another(model, path, lambda inner: self._encoding(inner, cache)))
 
-    def _encoding(self, inner: nn.Module, cache: EncoderCache) -> Any:
+    def _encoding(self, inner: nn.Module, cache: EncoderCache) -> nn.Module:
         compute = getattr(inner, "get_image_features", None)
         if compute is None:
-            return shallow_copy(inner)
-        names, generation = inspect.signature(compute), cache.generation
+            return cast(nn.Module, shallow_copy(inner))
+        names = inspect.signature(compute)
 
-        def get_image_features(*arguments: object, **options: object) -> Any:
+        def get_image_features(*arguments: object, **options: object) -> ModelOutput:
             given = names.bind(*arguments, **options)
             if self.patches is None:
-                return self._of_all(lambda: compute(*arguments, **options), cache, generation)
-            return self._of_each(given, compute, cache, generation)
+                return self._of_all(lambda: compute(*arguments, **options), cache)
+            return self._of_each(given, compute, cache)
 
-        return shallow_copy(inner, get_image_features=get_image_features)
+        return cast(nn.Module, shallow_copy(inner, get_image_features=get_image_features))
 
-    def _of_all(self, compute: Callable[[], Any], cache: EncoderCache, generation: int) -> object:
+    def _of_all(self, compute: Callable[[], ModelOutput], cache: EncoderCache) -> ModelOutput:
+        generation = cache.generation
         if (found := cache.get(key := tuple(self._keys))) is not None:
             return found.kind(**found.fields)
         made = compute()
@@ -82,30 +84,30 @@ class PromptEncoder:
         return made
 
     def _of_each(
-        self, given: inspect.BoundArguments, compute: Callable[..., Any], cache: EncoderCache, generation: int
-    ) -> object:
+        self, given: inspect.BoundArguments, compute: Callable[..., ModelOutput], cache: EncoderCache
+    ) -> ModelOutput:
         """Compute the last images, of which the grid has so many, and only those that are missed."""
         grid = given.arguments["image_grid_thw"]
 
-        def computed(pixels: Mapping[str, Tensor]) -> Any:
+        def computed(pixels: Mapping[str, Tensor]) -> ModelOutput:
             given.arguments.update(pixels)
             return compute(*given.args, **given.kwargs)
 
         asked = range(len(self._keys) - len(grid), len(self._keys))
-        return _joined(self._found(asked, computed, (grid.device, grid.device), cache, generation))
+        return _joined(self._found(asked, computed, (grid.device, grid.device), cache))
 
     def _found(
         self,
         numbers: Sequence[int],
-        compute: Callable[[Mapping[str, Tensor]], Any],
+        compute: Callable[[Mapping[str, Tensor]], ModelOutput],
         devices: tuple[torch.device, torch.device],
         cache: EncoderCache,
-        generation: int,
     ) -> list[Features]:
         """Return the features of images, of which those that are missed are computed together.
 
         ``devices`` are where pixels and grids are given to ``compute``.
         """
+        generation = cache.generation
         asked = [self._keys[number] for number in numbers]
         found = {key: features for key in dict.fromkeys(asked) if (features := cache.get(key)) is not None}
         missed = [key for key in dict.fromkeys(asked) if key not in found]
@@ -123,14 +125,14 @@ class PromptEncoder:
 
         They are encoded by ``own``; by HuggingFace's encoder if that is None.
         """
-        inner = model.model if own is None else own.inside(model.model)
+        inner: ImageModel = model.model if own is None else own.inside(model.model)
 
-        def computed(pixels: Mapping[str, Tensor]) -> Any:
+        def computed(pixels: Mapping[str, Tensor]) -> ModelOutput:
             return inner.get_image_features(**pixels, return_dict=True)
 
         of_grids = model.device if own is None else torch.device("cpu")
-        found = self._found(numbers, computed, (model.device, of_grids), cache, cache.generation)
-        return [_stacked(each.fields, model.dtype) for each in found]
+        found = self._found(numbers, computed, (model.device, of_grids), cache)
+        return [stacked(each.fields, model.dtype) for each in found]
 
     def _pixels_of(self, numbers: Sequence[int], device: torch.device, of_grids: torch.device) -> dict[str, Tensor]:
         assert self.patches is not None, "such images are encoded together"
@@ -148,7 +150,7 @@ def in_dtype(pixels: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in pixels.items()}
 
 
-def _apart(made: Any) -> Iterator[Features]:
+def _apart(made: ModelOutput) -> Iterator[Features]:
     """Yield what an encoder returned, by image, each in the form of all: its output, and that of some layers."""
     pooled: Sequence[Tensor] = made["pooler_output"]
     layers, tokens = made.get("deepstack_features"), [len(own) for own in pooled]
@@ -162,13 +164,19 @@ def _apart(made: Any) -> Iterator[Features]:
         yield Features(type(made), fields)
 
 
-def _stacked(fields: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-    """Return the features of one image's tokens, ``[1 + F, K, C]``."""
-    layers = [own if isinstance(own, Tensor) else own[0] for own in fields.get("deepstack_features") or ()]
-    return torch.stack([fields["pooler_output"][0], *layers]).to(dtype)
+def stacked(outputs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """Return an encoder's features of all tokens, ``[1 + F, K, C]``, the last layer's first."""
+    layers = [outputs["pooler_output"], *(outputs.get("deepstack_features") or ())]
+    return torch.stack([flat(layer) for layer in layers]).to(dtype)
 
 
-def _joined(images: Sequence[Features]) -> Any:
+def flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return features of tokens, ``[K, C]``, which models give by image, in one tensor or in several."""
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([own.reshape(-1, own.shape[-1]) for own in parts])
+
+
+def _joined(images: Sequence[Features]) -> ModelOutput:
     """Return what an encoder would return for these images together."""
     joined = {"pooler_output": [own.fields["pooler_output"][0] for own in images]}
     if "deepstack_features" in images[0].fields:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from compiled_llm.compat.images.vision_encoders import patch_width
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
@@ -61,9 +62,8 @@ def prepare(model_runner: ModelRunner, report: Report = quiet) -> None:
 
 
 def _prepare_encoder(encoder: CompiledEncoder, facts: ModelFacts) -> None:
-    model: Any = facts.model
     with torch.no_grad():
-        encoder.prepare(model.model.visual)
+        encoder.prepare(facts.model.model.visual)
 
 
 def _well_formed(encoder: PromptEncoder, config: PretrainedConfig) -> bool:
@@ -71,6 +71,5 @@ def _well_formed(encoder: PromptEncoder, config: PretrainedConfig) -> bool:
     if encoder.patches is None:
         return False
     pixels, merged = encoder.pixels["pixel_values"], config.spatial_merge_size**2
-    width = config.temporal_patch_size * config.patch_size**2 * getattr(config, "in_channels", 3)
     counts = zip(encoder.patches, encoder.tokens, strict=True)
-    return pixels.shape[1:] == (width,) and all(patches == merged * tokens for patches, tokens in counts)
+    return pixels.shape[1:] == (patch_width(config),) and all(patches == merged * tokens for patches, tokens in counts)

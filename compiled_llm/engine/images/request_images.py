@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
+from compiled_llm.compat.images.vision_encoders import ImageModel
 from compiled_llm.engine.device_loss import device_lost
 from compiled_llm.engine.images.encoder_cache import EncoderCache
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
@@ -36,6 +37,8 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.requests.users_code import described
 
 NAME = "images"
+OF_TOKENS = ("input_ids", "token_type_ids", "mm_token_type_ids")
+"""What processors return for each token, but for masks, which show all."""
 
 
 class RequestImages(RequestPart, RunsApart):
@@ -53,22 +56,26 @@ class RequestImages(RequestPart, RunsApart):
     def __init__(
         self,
         facts: ModelFacts,
+        ids: NDArray[np.int64],
         inputs: Mapping[str, Tensor],
         positions: Tensor,
         keys: NDArray[np.int64],
         runs: Sequence[NDArray[np.int64]],
         encoder: PromptEncoder,
-        in_steps: bool = False,
-        slow: Reason | None = None,
+        in_steps: bool,
+        slow: Reason | None,
     ) -> None:
-        """``inputs`` are what the processor returned for its tokens; ``positions`` are ``[1, T]`` or ``[A, 1, T]``."""
+        """``inputs`` are what the processor returned; ``positions`` are ``[1, T]`` or ``[A, 1, T]``."""
         # ``runs`` are the places of tokens of images, those next to each other together.
         self._runs = runs
-        self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
-        self.keys, self.in_steps, self.slow = keys, in_steps, slow
+        self.ids = ids
+        self.keys = keys
+        self.in_steps = in_steps
+        self.slow = slow
         self._shown = ShownPrompt(facts, positions, runs, encoder) if in_steps else None
-        self._facts, self._encoder = facts, encoder
-        self._inputs = _up_to(self.end, inputs)
+        self._facts = facts
+        self._encoder = encoder
+        self._inputs = {name: inputs[name][:, : self.end] for name in OF_TOKENS if name in inputs}
         self._can_resume = encoder.patches is not None and can_resume(facts)
         self._positions = positions[..., : self.end]
         # Of text, all axes have one position: that of the last axis is a token's.
@@ -138,18 +145,18 @@ class RequestImages(RequestPart, RunsApart):
         stored[:, row.exact_length :] = True
         cache, layers = self._computed(model_runner, row), self._facts.layers
         owners = zip(owners_of_keys(layers), layers, strict=True)
-        theirs = [cache.layers[own] if layer.kind.attends else None for own, layer in owners]
+        theirs: list[Any] = [cache.layers[own] if layer.kind.attends else None for own, layer in owners]
         both = [None if their is None else (their.keys, their.values) for their in theirs]
         known = [self.ids[row.exact_length : self.end]]
         model_runner.fill([row], stored, both, read_states(cache, layers), ids=known)
         row.exact_position = self.position_after(row.exact_length)
 
-    def _computed(self, model_runner: ModelRunner, row: Row) -> Any:
+    def _computed(self, model_runner: ModelRunner, row: Row) -> DynamicCache:
         """Return a cache of HuggingFace's, with keys and values ``[1, K, E, D]``, by its own forward."""
         # Layers with windows keep all columns, since rows that begin with a part of these pages may see them; without
         # a config, a cache has no layers for states.
         device, start = model_runner.device, row.exact_length if self._can_resume else 0
-        own: Any = self._facts.model_class
+        own = cast(type[ImageModel], self._facts.model_class)
         model = self._encoder.encoding(self._facts.model, EncoderCache.of(model_runner))
         of_tokens = {name: tensor[:, start:].to(device, non_blocking=True) for name, tensor in self._inputs.items()}
         given: dict[str, Any] = {**of_tokens, **self._encoder.inputs(device)}
@@ -173,8 +180,3 @@ class RequestImages(RequestPart, RunsApart):
             )
             own.forward(model, **prepared)
         return cache
-
-
-def _up_to(end: int, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs of the first E tokens; masks show all tokens, and are left out."""
-    return {name: tensor[:, :end] for name, tensor in inputs.items() if name != "attention_mask"}

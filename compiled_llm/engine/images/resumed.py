@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
+from compiled_llm.compat.images.vision_encoders import ImageModel
+from compiled_llm.engine.images.prompt_encoder import flat
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
@@ -39,7 +40,11 @@ def begun_cache(state: RunnerState, row: Row) -> DynamicCache:
 
 
 def encoded(
-    model: Any, inputs: Mapping[str, Tensor], patches: Sequence[int], runs: Sequence[NDArray[np.int64]], start: int
+    model: ImageModel,
+    inputs: Mapping[str, Tensor],
+    patches: Sequence[int],
+    runs: Sequence[NDArray[np.int64]],
+    start: int,
 ) -> dict[str, dict[str, Any]]:
     """Return what the encoder makes of the tokens of images from ``start`` on, as the forward takes it.
 
@@ -52,14 +57,9 @@ def encoded(
     pixels, grid = inputs["pixel_values"][sum(patches[:first]) :], inputs["image_grid_thw"][first:]
     outputs = model.get_image_features(pixels, grid, return_dict=True)
     known = int((runs[first] < start).sum())
-    later: dict[str, Any] = {"pooler_output": _later(outputs["pooler_output"], known)}
+    later: dict[str, Any] = {"pooler_output": [flat(outputs["pooler_output"])[known:]]}
     if (deep := outputs.get("deepstack_features")) is not None:  # of each layer
         later["deepstack_features"] = [
-            layer[known:] if isinstance(layer, Tensor) else _later(layer, known) for layer in deep
+            layer[known:] if isinstance(layer, Tensor) else [flat(layer)[known:]] for layer in deep
         ]
     return {_OUTPUTS: {"image": type(outputs)(**later)}}
-
-
-def _later(features: Sequence[Tensor], known: int) -> list[Tensor]:
-    """Return features of tokens without the first ``known``."""
-    return [torch.cat([own.reshape(-1, own.shape[-1]) for own in features])[known:]]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 
-def largest_size(image_processor: Any, width: int, height: int) -> tuple[int, int]:
+def largest_size(image_processor: object, width: int, height: int) -> tuple[int, int]:
     """Return the longer and the shorter edge that an image has where a processor of HuggingFace's makes it largest."""
     # All other ways to scale end at a size that the processor has, whatever the image's: of both edges, of the longest
     # edge, or of the pixels.
@@ -22,7 +21,7 @@ def largest_size(image_processor: Any, width: int, height: int) -> tuple[int, in
     return max(sizes, key=math.prod)
 
 
-def oversized(image_processor: Any, width: int, height: int, most: int) -> str | None:
+def oversized(image_processor: object, width: int, height: int, most: int) -> str | None:
     """Return why an image is too large for a processor, without its subject; None if it is not.
 
     Args:
@@ -40,7 +39,7 @@ def oversized(image_processor: Any, width: int, height: int, most: int) -> str |
     )
 
 
-def _squares_first(image_processor: Any) -> bool:
+def _squares_first(image_processor: object) -> bool:
     """Whether images are made squares before they are scaled, as LLaVA's may be; others are scaled first, or cut."""
     scaled_first = any(getattr(image_processor, name, None) for name in ("min_size", "image_grid_pinpoints"))
     pads = getattr(image_processor, "do_pad", None) and hasattr(image_processor, "pad_to_square")

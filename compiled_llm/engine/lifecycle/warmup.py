@@ -15,7 +15,7 @@ from compiled_llm.features import feature, needed
 
 
 def prepare_images(model_runner: ModelRunner, report: Report) -> None:
-    """Prepare prompts with images, if the model has eyes, and steps read what they see."""
+    """Prepare prompts with images, if the model reads some, in steps."""
     images = feature(IMAGES) if sees_images(model_runner.state.facts.model) else None
     if images is not None:
         images.prepare(model_runner, report)

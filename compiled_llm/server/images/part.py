@@ -32,12 +32,12 @@ async def read(given: Sequence[tuple[str, str]], ready: Ready, settings: ApiServ
     """Return the files of a request's images, each given by the path of its field and what that has.
 
     Raises:
-        ApiError: the model has no eyes, there are too many, or one cannot be had.
+        ApiError: the model is text-only, there are too many, or one cannot be had.
     """
     images = [GivenImage(*each) for each in given]
     path, most = images[0].path, settings.limit_mm_per_prompt
     if not ready.images:
-        raise invalid(f"{path}: {settings.names[0]} reads text alone; serve a model with eyes", path, "no_images")
+        raise invalid(f"{path}: {settings.names[0]} reads text alone; serve a vision-language model", path, "no_images")
     if len(images) > most:
         over = images[most].path
         raise invalid(

@@ -11,6 +11,7 @@ from compiled_llm.protocol.messages import ImagePrompt
 from compiled_llm.requests.users_code import described
 
 if TYPE_CHECKING:  # imports Pillow
+    from compiled_llm.engine.parts import MultimodalProcessor
     from compiled_llm.requests.handle import RequestHandle
     from compiled_llm.server.images.reader import ImageReader
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # imports Pillow
 class ServedProcessor:
     """A processor of HuggingFace's as engines call it, once there is an image."""
 
-    def __init__(self, load: Callable[[], Any]) -> None:
+    def __init__(self, load: Callable[[], MultimodalProcessor]) -> None:
         """``load`` returns the processor; it runs once, in the thread of the first image."""
         self._load = load
         self._lock = threading.Lock()
@@ -27,21 +28,19 @@ class ServedProcessor:
     def _loaded(self) -> ImageReader:
         with self._lock:
             if self._reader is None:
-                self._reader = self._read()
+                from compiled_llm.server.images.reader import ImageReader
+
+                try:
+                    self._reader = ImageReader(self._load())
+                except Exception as error:  # a package that it needs is missing, or a file is damaged
+                    raise RuntimeError(f"prompt: the model's processor cannot be loaded: {described(error)}") from error
             return self._reader
 
-    def _read(self) -> ImageReader:
-        from compiled_llm.server.images.reader import ImageReader
+    def __call__(self, **options: object) -> Mapping[str, Any]:
+        made: Mapping[str, Any] = self._loaded().processor(**options)
+        return made
 
-        try:
-            return ImageReader(self._load())
-        except Exception as error:  # a package that it needs is missing, or a file is damaged
-            raise RuntimeError(f"prompt: the model's processor cannot be loaded: {described(error)}") from error
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._loaded().processor(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loaded().processor, name)

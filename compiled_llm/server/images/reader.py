@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor
@@ -24,6 +24,9 @@ from compiled_llm.server.images.messages import Decoded
 from compiled_llm.server.images.one_by_one import reading_one_by_one
 from compiled_llm.server.images.turns import Asker, Turns
 
+if TYPE_CHECKING:
+    from compiled_llm.engine.parts import MultimodalProcessor
+
 
 class ImageReader:
     """A model's processor, with the worker that decodes what it reads.
@@ -32,7 +35,7 @@ class ImageReader:
         processor: HuggingFace's, which takes deferred images, too.
     """
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: MultimodalProcessor) -> None:
         self._image_processor = getattr(processor, "image_processor", None)
         self._turns = Turns()
         self.processor = reading_one_by_one(processor, self._turns)

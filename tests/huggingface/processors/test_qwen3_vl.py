@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compiled_llm
-from support.huggingface.processors import image, qwen3_vl, qwen3_vl_processor, said
+from support.huggingface.processors import noise_image, qwen3_vl, qwen3_vl_processor, said
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy
 
 pytestmark = pytest.mark.core
@@ -24,7 +24,7 @@ def test_a_conversation_with_images_of_several_sizes(tmp_path: Path, seed: int) 
         asked: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "padding": True}
         return dict(processor.apply_chat_template([*chats], add_generation_prompt=True, **asked))
 
-    images = [image(width, height, seed + width) for width, height in ((32, 48), (48, 32), (24, 24), (64, 16))]
+    images = [noise_image(width, height, seed + width) for width, height in ((32, 48), (48, 32), (24, 24), (64, 16))]
     chats = [[said("hi")], [said("what is it", images[0])], [said("which is larger", *images[1:3])]]
     inputs = read(*chats)
     assert len(inputs["image_grid_thw"]) == 3

@@ -1,4 +1,4 @@
-"""One server of a tiny model with eyes, for all tests of this folder."""
+"""One server of a tiny vision-language model, for all tests of this folder."""
 
 from __future__ import annotations
 

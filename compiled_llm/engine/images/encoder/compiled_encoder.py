@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.compat.images.vision_encoders import SEGMENTS, output_of
+from compiled_llm.compat.images.vision_encoders import SEGMENTS, ImageModel, VisionEncoder, output_of, patch_width
 from compiled_llm.engine.images.encoder import attention as attention
 from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM, EncoderInputs
 from compiled_llm.engine.images.encoder.grid_inputs import GridInputs
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
+from compiled_llm.model.traced.shallow_copies import shallow_copy, with_children
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 _PACKAGES = "transformers", "torch"
 _EXAMPLE = (2, 10), (1, 1)
@@ -36,19 +37,21 @@ class CompiledEncoder:
         self._manager = model_runner.graph_manager
         self._attention = model_runner.state.facts.attention
 
-    def inside(self, inner: nn.Module) -> Any:
+    def inside(self, inner: ImageModel) -> ImageModel:
         """Return a copy of the module inside a model, whose encoder this is; it takes grids on the CPU."""
-        return with_another(inner, ("visual",), self._standing_for)
+        encoder = inner.visual
+        standing_in = shallow_copy(encoder, forward=partial(self._forward, encoder))
+        copied: ImageModel = with_children(inner, {"visual": standing_in})
+        return copied
 
-    def prepare(self, encoder: object) -> None:
+    def prepare(self, encoder: VisionEncoder) -> None:
         """Compile the program, and on CUDA capture it for a few sizes."""
         self._make_ready(encoder)
         self._graphs.prepare(encoder, self._width(encoder), self._launch)
 
-    def _standing_for(self, encoder: Any) -> Any:
-        return shallow_copy(encoder, forward=partial(self._forward, encoder))
-
-    def _forward(self, encoder: object, hidden_states: Tensor, grid_thw: Tensor, **options: object) -> Any:
+    def _forward(
+        self, encoder: VisionEncoder, hidden_states: Tensor, grid_thw: Tensor, **options: object
+    ) -> BaseModelOutputWithPooling:
         """Encode pixels ``[P, ...]`` of images with grids ``[N, 3]``; returns what HuggingFace's forward does."""
         self._make_ready(encoder)
         grids = GridInputs.of(encoder, grid_thw)
@@ -62,7 +65,7 @@ class CompiledEncoder:
     def _graphs(self) -> EncoderGraphs:
         return EncoderGraphs.of(self._model_runner)
 
-    def _make_ready(self, encoder: Any) -> None:
+    def _make_ready(self, encoder: VisionEncoder) -> None:
         """Compile the program, if it is not compiled yet."""
         manager = self._manager
         self._model_runner.steps.check_model_if_due()
@@ -77,14 +80,12 @@ class CompiledEncoder:
         manager.prefills.add(PROGRAM.name)
 
     @staticmethod
-    def _width(encoder: Any) -> int:
+    def _width(encoder: VisionEncoder) -> int:
         """Return how many pixels a token has."""
-        config = encoder.config
-        patch = config.temporal_patch_size * config.patch_size**2 * getattr(config, "in_channels", 3)
-        width: int = patch * encoder.spatial_merge_size**2
+        width: int = patch_width(encoder.config) * encoder.spatial_merge_size**2
         return width
 
-    def _encoded(self, encoder: object, pixels: Tensor, grids: GridInputs) -> Tensor:
+    def _encoded(self, encoder: VisionEncoder, pixels: Tensor, grids: GridInputs) -> Tensor:
         """Return features ``[1 + F, T, C]`` of pixels ``[T, ...]``, by a launch of as many tokens."""
         tokens = max(2, grids.tokens)  # a symbolic size is at least 2
         if missing := tokens - grids.tokens:
@@ -92,8 +93,7 @@ class CompiledEncoder:
         arrays = grids.padded(encoder, tokens)
         moved = iter(self._model_runner.state.staging.to_device([own.reshape(-1) for own in arrays if own is not None]))
         others: list[Any] = [None if own is None else next(moved).view(own.shape) for own in arrays]
-        inputs = EncoderInputs(pixels, *others)
-        return self._launch(inputs)[:, : grids.tokens]
+        return self._launch(EncoderInputs(pixels, *others))[:, : grids.tokens]
 
     def _launch(self, inputs: EncoderInputs) -> Tensor:
         """Launch the program."""
@@ -109,7 +109,7 @@ def own_encoder(model: PreTrainedModel, model_runner: ModelRunner) -> CompiledEn
 
 def slower_encoder(model_runner: ModelRunner) -> Reason | None:
     """Return why images are not encoded as fast as they could be, or None."""
-    model: Any = model_runner.state.facts.model
+    model = model_runner.state.facts.model
     if (found := encoder_obstacle(model.model.visual)) is not None:
         return Reason("encoder", found)
     return Reason("encoder_graphs") if EncoderGraphs.of(model_runner).left_out else None

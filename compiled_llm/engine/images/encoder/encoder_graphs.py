@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.compat.images.vision_encoders import SEGMENTS
+from compiled_llm.compat.images.vision_encoders import SEGMENTS, VisionEncoder
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
 from compiled_llm.compilation.graphs.validity import Checks
 from compiled_llm.engine.images.encoder.encoder_step import EncoderInputs
@@ -69,7 +69,7 @@ class EncoderGraphs:
 
     # ---- capture
 
-    def prepare(self, encoder: Any, width: int, launch: Launch) -> None:
+    def prepare(self, encoder: VisionEncoder, width: int, launch: Launch) -> None:
         """Capture all sizes, if steps are captured and may take any memory; ``width`` is how many pixels a token has.
 
         ``launch`` runs the program, which is compiled.
@@ -80,9 +80,9 @@ class EncoderGraphs:
         capture = GraphCapture(self._model_runner.device)
         self._addresses = _addresses(encoder)
         for tokens in sorted(TOKENS, reverse=True):
-            self._graphs[tokens] = self._captured(encoder, self._inputs_of(encoder, width, tokens), launch, capture)
+            self._graphs[tokens] = self._captured(self._inputs_of(encoder, width, tokens), launch, capture)
 
-    def _captured(self, encoder: object, inputs: EncoderInputs, launch: Launch, capture: GraphCapture) -> _Graph:
+    def _captured(self, inputs: EncoderInputs, launch: Launch, capture: GraphCapture) -> _Graph:
         launch(inputs)  # what libraries allocate in a first launch cannot be captured
         programs, arguments = self._manager.programs, self._manager.arguments(inputs)
         with self._model_runner.state.facts.attention.named(SEGMENTS):
@@ -90,7 +90,7 @@ class EncoderGraphs:
             guards.find()
         return _Graph(capture.capture(lambda: launch(inputs)), guards, inputs)
 
-    def _inputs_of(self, encoder: Any, width: int, tokens: int) -> EncoderInputs:
+    def _inputs_of(self, encoder: VisionEncoder, width: int, tokens: int) -> EncoderInputs:
         """Return the beginnings of buffers that all sizes read, made with the first one, the largest."""
         side = encoder.spatial_merge_size
         empty = GridInputs.of(encoder, torch.tensor([[1, side, side]], device="cpu")).padded(encoder, tokens, _IMAGES)
@@ -116,7 +116,7 @@ class EncoderGraphs:
 
     # ---- replay
 
-    def run(self, encoder: Any, pixels: Tensor, grids: GridInputs) -> Tensor | None:
+    def run(self, encoder: VisionEncoder, pixels: Tensor, grids: GridInputs) -> Tensor | None:
         """Return features ``[1 + F, tokens, C]`` of pixels ``[tokens, ...]``; None if no graph holds them."""
         tokens = next((own for own in sorted(self._graphs) if own >= grids.tokens), None)
         if tokens is None or len(grids.starts) > _IMAGES + 1:

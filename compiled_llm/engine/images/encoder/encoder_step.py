@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.images.vision_encoders import window_patches
+from compiled_llm.compat.images.vision_encoders import VisionEncoder, window_patches
 from compiled_llm.compilation.options import prefill_options
 from compiled_llm.compilation.program import Program, ProgramInputs
 from compiled_llm.compilation.sampling.sampling import SamplingTables
@@ -51,9 +51,9 @@ def encoder_step(
     specs: tuple[KVCacheSpec, ...],
 ) -> Tensor:
     """Run images through the model's encoder: ``[1 + F, T, C]``, features of its last layer, then of F others."""
-    encoder: Any = cast(Any, model).model.visual
+    encoder: VisionEncoder = model.model.visual
     tokens, patches = inputs.places.shape[:2]
-    read: dict[str, Any] = {
+    read: dict[str, Tensor | int | None] = {
         "position_ids": inputs.places.flatten(0, 1),
         "cu_seqlens": inputs.starts,
         "max_seqlen": 0,  # not known

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm.compat.images.vision_encoders import of_grid, window_patches
+from compiled_llm.compat.images.vision_encoders import VisionEncoder, of_grid, window_patches
 
 
 class GridInputs(NamedTuple):
@@ -25,19 +25,18 @@ class GridInputs(NamedTuple):
     window_starts: NDArray[np.int32] | None  # ``[W + 1]``, where the patches of each window begin
 
     @classmethod
-    def of(cls, encoder: Any, grid: Tensor) -> GridInputs:
+    def of(cls, encoder: VisionEncoder, grid: Tensor) -> GridInputs:
         """Return those of images with a grid ``[N, 3]`` on the CPU, as HuggingFace computes them."""
         read = {name: tensor.numpy() for name, tensor in of_grid(encoder, grid).items()}
-        patches: int = encoder.spatial_merge_size**2
+        patches = encoder.spatial_merge_size**2
 
-        def by_token(name: str) -> Any:
-            return read[name].reshape(-1, patches, read[name].shape[-1]) if name in read else None
-
+        for name in {"position_ids", "interp_indices", "interp_weights"} & read.keys():
+            read[name] = read[name].reshape(-1, patches, read[name].shape[-1])
         return cls(
-            by_token("position_ids"),
+            read["position_ids"],
             read["cu_seqlens"],
-            by_token("interp_indices"),
-            by_token("interp_weights"),
+            read.get("interp_indices"),
+            read.get("interp_weights"),
             read.get("window_index"),
             read.get("cu_window_seqlens"),
         )
@@ -46,7 +45,7 @@ class GridInputs(NamedTuple):
     def tokens(self) -> int:
         return len(self.places)
 
-    def padded(self, encoder: object, tokens: int, images: int = 0) -> GridInputs:
+    def padded(self, encoder: VisionEncoder, tokens: int, images: int = 0) -> GridInputs:
         """Return those of T ``tokens`` or more: what is added is an image of its own, which nobody reads.
 
         Args:
