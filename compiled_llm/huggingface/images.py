@@ -81,16 +81,18 @@ def features_of(model_runner: ModelRunner, inputs: Mapping[str, Any]) -> dict[st
     return {"image": model_runner.thread.call(_features, model_runner, pixels, grid)}
 
 
-def _features(model_runner: ModelRunner, pixels: Tensor, grid: Tensor) -> Any:
+def _features(model_runner: ModelRunner, pixels: Tensor, grid: Tensor) -> Mapping[str, Any]:
     """Return what the encoder makes of pictures, with their grids on the CPU; called in the model's executor."""
     facts = model_runner.state.facts
-    model: Any = facts.model
+    model = facts.model
     own = own_encoder(model, model_runner)
     inner, grid = (model.model, grid.to(model.device)) if own is None else (own.inside(model.model), grid)
     pixels = pixels.to(model.device, non_blocking=True)
     with torch.no_grad(), facts.attention.original():
         # Whether a tensor was made in inference mode would be compiled in.
-        return inner.get_image_features(pixels.clone() if pixels.is_inference() else pixels, grid, return_dict=True)
+        given = pixels.clone() if pixels.is_inference() else pixels
+        features: Mapping[str, Any] = inner.get_image_features(given, grid, return_dict=True)
+        return features
 
 
 # ---- the prefill
@@ -112,7 +114,7 @@ class ShownColumns(NamedTuple):
             ValueError: the pictures have other numbers of tokens than ``ids`` have places for them.
         """
         facts = model_runner.state.facts
-        model: Any = facts.model
+        model = facts.model
         shown = ids.numpy() == model.config.image_token_id
         outputs = inputs.get(_OUTPUTS) or features_of(model_runner, inputs)
         features = _stacked(outputs["image"], model.dtype)
@@ -145,7 +147,7 @@ class ShownColumns(NamedTuple):
 columns_of = ShownColumns.of_call
 
 
-def _stacked(outputs: Any, dtype: torch.dtype) -> Tensor:
+def _stacked(outputs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
     """Return the features of all pictures' tokens, ``[1 + F, K, C]``."""
     layers = [outputs["pooler_output"], *(outputs.get("deepstack_features") or ())]
     return torch.stack([_flat(layer) for layer in layers]).to(dtype)
