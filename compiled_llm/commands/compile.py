@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -26,9 +26,11 @@ from compiled_llm.config import MAX_NUM_SEQS, WrapConfig
 from compiled_llm.features import feature
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from compiled_llm import Engine
     from compiled_llm.compilation.artifacts.manifest import Manifest
+    from compiled_llm.huggingface.handle import Wrapped
 
 _PREPARED = "What it is compiled for"
 
@@ -127,7 +129,7 @@ def _tell(manifest: Manifest, target: Path, traced_again: Mapping[str, str]) -> 
 
 def compiled_into(
     folder: Path,
-    loaded: Any,
+    loaded: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     options: dict[str, Any],
     max_num_seqs: int,
@@ -146,7 +148,7 @@ def compiled_into(
     from compiled_llm.execution.prefill.embedded import EmbeddedTokens
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
-    model = compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options)
+    model = cast("Wrapped", compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options))
     if profile is not None:
         model.compiled.warming.read(profile).save(folder / PROFILE)
     engines: dict[str, Any] = {"max_num_seqs": max_num_seqs, "watch_model": False, "speculative_config": speculation}
@@ -171,7 +173,7 @@ def compiled_into(
     return seal(folder, here, max_num_seqs)
 
 
-def _run_some_requests(engine: Any) -> None:
+def _run_some_requests(engine: Engine) -> None:
     """Build kernels that no graph holds: those of settings that few requests use."""
     from compiled_llm.requests.sampling_params import SamplingParams
 

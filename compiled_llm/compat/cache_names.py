@@ -66,7 +66,7 @@ def gives_cache(arguments: Mapping[str, Any]) -> bool:
 
 def taking_old_names(function: Function, original: Callable[..., Any]) -> Function:
     """Return ``function`` taking the names of old that ``original`` takes, with HuggingFace's notices."""
-    taking: object = function
+    taking: Callable[..., object] = function
     for decorator in reversed([*_decorators(original)]):
         taking = _around(taking, decorator)
     return cast(Function, taking)
@@ -80,7 +80,7 @@ def _decorators(function: Any) -> Iterator[FunctionType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _around(function: Any, decorator: FunctionType) -> object:
+def _around(function: Callable[..., object], decorator: FunctionType) -> Callable[..., object]:
     """Return ``function`` with a decorator that stands around another one."""
     cells: list[CellType] = [*(decorator.__closure__ or ())]
     cells[decorator.__code__.co_freevars.index("func")] = CellType(function)

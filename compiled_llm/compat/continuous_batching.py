@@ -25,14 +25,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
     ContinuousBatchingManager,
+    ContinuousMixin,
     OutputRouter as OutputRouter,
 )
 from transformers.generation.continuous_batching.requests import (
@@ -42,16 +48,17 @@ from transformers.generation.continuous_batching.requests import (
 
 from compiled_llm.compat.huggingface import with_end_tokens
 
+T = TypeVar("T")
 _KEPT = "_cached_continuous_batching_manager"
 
 
-class Inbox:
+class Inbox(Generic[T]):
     """The place into which HuggingFace's manager puts requests, in place of a queue: they are taken at once."""
 
-    def __init__(self, take: Callable[[Any], object]) -> None:
+    def __init__(self, take: Callable[[T], object]) -> None:
         self._take = take
 
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:
         self._take(item)
 
 
@@ -62,8 +69,8 @@ class ManagerParts(ContinuousBatchingManager):
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig, batching: ContinuousBatchingConfig) -> None:
         self.model: Any = model
-        self.generation_config: Any = config
-        self.continuous_batching_config: Any = batching
+        self.generation_config = config
+        self.continuous_batching_config = batching
         self.num_return_sequences: int = getattr(config, "num_return_sequences", None) or 1
         self.output_router = OutputRouter()
         self.background_thread_status = BackgroundThreadStatus()
@@ -86,7 +93,7 @@ class ManagerParts(ContinuousBatchingManager):
     def cancel(self, request_id: str) -> None:
         """End a request, without any more output of it; its children go on, unless none has begun."""
 
-    def start_thread(self, finish: object) -> None:
+    def start_thread(self, finish: Callable[[], object]) -> None:
         """Start a thread that waits for ``ask_to_stop``, and then runs ``finish``."""
         self.background_thread_status.clear()
         self.hard_stop = False
@@ -96,7 +103,7 @@ class ManagerParts(ContinuousBatchingManager):
         )
         self._generation_thread.start()
 
-    def _wait_and_finish(self, finish: Any) -> None:
+    def _wait_and_finish(self, finish: Callable[[], object]) -> None:
         self._leave.wait()
         try:
             finish()
@@ -130,8 +137,7 @@ def kept_manager(model: PreTrainedModel) -> ContinuousBatchingManager | None:
 
 def forget_kept_manager(model: PreTrainedModel) -> None:
     """End the manager that ``kept_manager`` returns."""
-    generating: Any = model
-    generating.destroy_cached_continuous_batching_manager()
+    cast(ContinuousMixin, model).destroy_cached_continuous_batching_manager()
 
 
 def processors_of(
@@ -164,7 +170,10 @@ def batched_processors(
     )
 
 
-def listed(processors: Any) -> Sequence[Any]:
+Processors = ContinuousBatchingLogitsProcessorList | LogitsProcessorList
+
+
+def listed(processors: Processors) -> Sequence[Any]:
     """Return the processors in HuggingFace's list for batches, or in a plain one; ``clear`` puts a plain one there."""
     return processors.logits_processor if isinstance(processors, ContinuousBatchingLogitsProcessorList) else processors
 

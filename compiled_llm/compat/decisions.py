@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 OLDEST = "5.24"
@@ -17,7 +18,7 @@ class DecisionsMissingError(ImportError):
     """The installed transformers knows no decisions."""
 
 
-def decisions_of_transformers() -> Any:
+def decisions_of_transformers() -> ModuleType:
     """Return the module of decisions' prompts and answers; DecisionsMissingError if this version has none."""
     import transformers
 
@@ -32,7 +33,7 @@ def decisions_of_transformers() -> Any:
         ) from None
 
 
-def _checked(module: object) -> Any:
+def _checked(module: ModuleType) -> ModuleType:
     for name in ("AddedToken", "DECISION_PROMPT", "MARK", "SPLIT", "Question", "label_token_ids"):
         getattr(module, name)
     return module

@@ -57,7 +57,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -140,7 +140,7 @@ def is_stood_in_for(function: object) -> bool:
     return package in ("transformers", "torch", "contextlib") and owner in _SERVED_CLASSES
 
 
-def is_huggingfaces(method: Any) -> bool:
+def is_huggingfaces(method: MethodType) -> bool:
     """Return whether a bound method is ``GenerationMixin``'s own, not one of the model's class."""
     function = method.__func__
     return function is vars(GenerationMixin).get(function.__name__)
@@ -176,7 +176,7 @@ class _View:
     def __init_subclass__(cls) -> None:
         """Keep transformers from making a dataclass of it."""
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Be copied and pickled as the original class."""
         return (copyreg._reconstructor, (_base_of(type(self)), object, None), *object.__reduce_ex__(self, 2)[2:])  # type: ignore[attr-defined]
 

@@ -7,10 +7,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
-def backend_of(tokenizer: object) -> Any:
+def backend_of(tokenizer: object) -> Tokenizer | None:
     """Return the ``tokenizers.Tokenizer`` that decodes for a tokenizer; None if it decodes in a way of its own."""
     if "transformers" not in sys.modules:  # whose tokenizer it could be
         return None
@@ -35,7 +38,7 @@ def cleans_up(tokenizer: object) -> bool:
     )
 
 
-def special_tokens(backend: Any) -> frozenset[int]:
+def special_tokens(backend: Tokenizer | None) -> frozenset[int]:
     """Return the tokens that a ``tokenizers.Tokenizer`` leaves out with ``skip_special_tokens``; none of None."""
     added = {} if backend is None else backend.get_added_tokens_decoder()
     return frozenset(token for token, known in added.items() if known.special)

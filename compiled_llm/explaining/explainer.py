@@ -221,8 +221,7 @@ def _whole(traces: Sequence[Trace]) -> bool:
 
 
 def _bypasses_interface(model: PreTrainedModel) -> bool:
-    base: Any = type(model)
-    return not hasattr(sys.modules.get(base.__module__), "ALL_ATTENTION_FUNCTIONS")
+    return not hasattr(sys.modules.get(type(model).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def _raised(error: BaseException) -> Finding:

@@ -22,7 +22,16 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import Placement
 
 if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedModel
+
     from compiled_llm.explaining.report import Report as History
+
+    class Wrapped(PreTrainedModel, GenerationMixin):
+        """A wrapped model, for type checkers: its class is made from the user's, and ``WrappedModel``."""
+
+        compiled: CompiledModel
+
+        def _note_outer_compile(self) -> None: ...
 
 
 compiled_models: WeakSet[CompiledModel] = WeakSet()  # those of all wrapped models of this process

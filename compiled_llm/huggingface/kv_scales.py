@@ -45,7 +45,7 @@ def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor])
         raise ValueError("kv_scales: prompts is empty; give some texts as token ids")
     wrapped = isinstance(model, WrappedModel)
     largest = _Largest()
-    kind: Any = type(model).__bases__[-1] if wrapped else type(model)
+    kind: type[PreTrainedModel] = type(model).__bases__[-1] if wrapped else type(model)
     own = cast(WrappedModel, model).compiled.facts.attention.original() if wrapped else nullcontext()
     with own, torch.inference_mode(False), torch.no_grad():
         for number, prompt in enumerate(prompts):
@@ -97,6 +97,8 @@ class _Watched(DynamicCache):
         super().__init__(config=model.config.get_text_config(decoder=True))
         self._largest, largest.layers = largest, len(self.layers)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self._largest.see(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,13 +47,20 @@ from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
 from compiled_llm.model.traced.stand_ins import Groups, stand_ins_for
 
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    from compiled_llm.huggingface.handle import Wrapped
+
 
 class WrappedModel:
     """The methods that take precedence over those of a model's own class."""
 
     compiled: CompiledModel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the model, by a forward of the user's if it has one, which need not call ours."""
         call, model = super().__call__, cast(PreTrainedModel, self)  # type: ignore[misc]
         if is_traced() or current_call.get() is not None:
@@ -63,7 +70,7 @@ class WrappedModel:
             return call(*args, **kwargs)
         return run_own_forward(functools.partial(call, *args, **kwargs), self.compiled, own)
 
-    def generate(self, inputs: Tensor | None = None, *args: object, **kwargs: object) -> Any:
+    def generate(self, inputs: Tensor | None = None, *args: object, **kwargs: object) -> object:
         """HuggingFace's ``generate``, checked first."""
         model = cast(PreTrainedModel, self)
         self.compiled.home.check()
@@ -104,9 +111,9 @@ class WrappedModel:
     def init_continuous_batching(
         self,
         generation_config: GenerationConfig | None = None,
-        continuous_batching_config: Any = None,
-        workload_hints: Any = None,
-    ) -> object:
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: WorkloadHints | None = None,
+    ) -> ContinuousBatchingManager:
         """Return a manager for ``generate_batch``, over the engine if that can serve the configs."""
         self.compiled.home.check()
         model, original = cast(PreTrainedModel, self), super().init_continuous_batching  # type: ignore[misc]
@@ -233,7 +240,7 @@ class WrappedModel:
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
         **model_kwargs: object,
-    ) -> Any:
+    ) -> object:
         arguments = LoopArguments(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
         )
@@ -296,12 +303,12 @@ class ClassifiersPart(Protocol):
         ...
 
     def classify(
-        self, base: type[PreTrainedModel], self_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /
-    ) -> Any:
+        self, base: type[PreTrainedModel], self_: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> object:
         """Run a wrapped classifier's ``forward``."""
         ...
 
-    def refuse_to_generate(self, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> NoReturn: ...
+    def refuse_to_generate(self, model: PreTrainedModel, /, *args: object, **kwargs: object) -> NoReturn: ...
 
 
 _CLASSIFIERS = Seam[ClassifiersPart]("pooling", "huggingface")
@@ -311,21 +318,21 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the subclass of ``base`` that wrapped models have, always the same one."""
     # It carries the name of ``base``, so that whatever is written to a config names the model's own class.
     if base not in _classes:
-        run: Callable[..., Any] = needed(_CLASSIFIERS).classify if is_classifier(base) else _run
+        run: Callable[..., object] = needed(_CLASSIFIERS).classify if is_classifier(base) else _run
 
         @functools.wraps(base.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward(self: Wrapped, *args: object, **kwargs: object) -> object:
             return run(base, self, args, kwargs)
 
         forward = taking_old_names(forward, base.forward)
         forward.__signature__ = MethodSignature.of(base.forward)  # type: ignore[attr-defined]
 
-        def reduce_ex(self: Any, protocol: int) -> object:
+        def reduce_ex(self: Wrapped, protocol: int) -> object:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             facts = self.compiled.facts
             return _blank, (base,), (state, facts.learnt, self.compiled.config, facts.groups_of_stand_ins)
 
-        def setstate(self: Any, payload: tuple[dict[str, Any], Learnt, WrapConfig, Groups]) -> None:
+        def setstate(self: Wrapped, payload: tuple[dict[str, Any], Learnt, WrapConfig, Groups]) -> None:
             state, learnt, config, groups = payload
             base.__setstate__(self, state)
             let_layers_pack(self)
@@ -348,7 +355,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return _classes[base]
 
 
-def _run(base: type[PreTrainedModel], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(base: type[PreTrainedModel], self: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     return run_forward(base.forward, self, args, kwargs)
 
 
@@ -356,10 +363,10 @@ def _generating(base: Any) -> dict[str, Any]:
     """Return the methods of generation of a wrapped class."""
     if is_classifier(base):
         return {"generate": needed(_CLASSIFIERS).refuse_to_generate}
-    prepare: Any = base.prepare_inputs_for_generation
+    prepare = base.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs_for_generation(self: Wrapped, *args: object, **kwargs: object) -> object:
         return base.prepare_inputs_for_generation(self, *args, **kwargs)  # it may be replaced
 
     prepare_inputs_for_generation = taking_old_names(prepare_inputs_for_generation, prepare)

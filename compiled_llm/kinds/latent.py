@@ -39,7 +39,9 @@ class Latents:
     def __init__(self) -> None:
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, latent: Tensor, rope: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, latent: Tensor, rope: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Take ``[B, 1, q, R]`` and ``[B, 1, q, E]`` of a layer's new tokens; the layer may expand these alone."""
         self._new[layer_idx] = latent, rope
         return latent, rope

@@ -175,7 +175,7 @@ class _ExpansionCheck:
     def check(cls, model: PreTrainedModel, trial: Trial, expansion: Expansion) -> None:
         """Raise UnsupportedModelError if they differ."""
         checked = cls(model, expansion)
-        config: Any = model.config
+        config = model.config
         ids = torch.arange(2, 6, device=model.device)[None]  # padding may be zeros
         with suppress(_Compared):
             trial(checked.cache, checked.attend, input_ids=ids % config.get_text_config(decoder=True).vocab_size)

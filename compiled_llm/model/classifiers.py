@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _ENDING = "ForSequenceClassification"
 
 
-def is_classifier(model: Any) -> bool:
+def is_classifier(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
     """Whether a HuggingFace model, or a class of them, has such a head, by its name."""
     kind = model if isinstance(model, type) else type(model)
     return kind.__name__.endswith(_ENDING)

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _RUNS_OF_A_PERCENTILE = 100  # with fewer runs, the 99th percentile would be the worst one
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
@@ -99,7 +99,7 @@ class TokenClock:
         self.times: list[float] = []
         self._has_prompt = False
 
-    def put(self, value: Any) -> None:
+    def put(self, value: object) -> None:
         if self._has_prompt:
             self.times.append(time.perf_counter())
         self._has_prompt = True

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -26,6 +26,10 @@ from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions, check_new_tokens
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
+
+if TYPE_CHECKING:
+    from compiled_llm.huggingface.handle import Wrapped
+
 
 _OF_OWN_MODEL = ("model", "same_model", "tokenizer", "chat_template", *(field.name for field in fields(RunningOptions)))
 
@@ -124,7 +128,7 @@ def _own_model(
     place = seeing_place(source) if sees else None
     loaded, tokenizer = load(source, options.dtype.value, device, not quiet, sees=place is not None)
     check_template(tokenizer)
-    wrapped: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type, quiet))
+    wrapped = cast("Wrapped", compiled_llm.wrap(loaded, **options.wrap_options(device.type, quiet)))
     encode = None if place is None else partial(encode_seen, load_processor(place))
     with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1, tokenizer_eos=True) as engine:
         with Preparation() as preparation:

@@ -13,6 +13,8 @@ from compiled_llm.commands.remote.connecting import wait_until_ready
 from compiled_llm.commands.remote.engine_answer import EngineAnswer
 
 if TYPE_CHECKING:  # Client needs the extra `server`
+    from transformers import PreTrainedTokenizerBase
+
     from compiled_llm.client import Client
     from compiled_llm.commands.remote.http_api import HttpApi
     from compiled_llm.engine.engine import Engine
@@ -52,7 +54,7 @@ class ChatModel:
 
     engine: Engine | Client
     name: str
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     sampling: dict[str, int | float]
     encode_seen: Callable[[Messages], dict[str, Any]] | None = None

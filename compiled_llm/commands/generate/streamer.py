@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import TextStreamer
 
 from compiled_llm.commands.figures import answer_figures, decode_speed
 from compiled_llm.commands.printable import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 
 class AnswerStreamer(TextStreamer):
@@ -17,14 +21,14 @@ class AnswerStreamer(TextStreamer):
 
     leaves_model_alone = True
 
-    def __init__(self, tokenizer: Any, skip_prompt: bool = False, silent: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_prompt: bool = False, silent: bool = False) -> None:
         super().__init__(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
         self._silent = silent
         self._start = self._last = time.perf_counter()
         self._first: float | None = None
         self._tokens = -1  # the prompt is not counted
 
-    def put(self, value: Any) -> None:
+    def put(self, value: Tensor) -> None:
         self._last = time.perf_counter()
         self._tokens = 0 if self._tokens < 0 else self._tokens + value.numel()
         if self._tokens and self._first is None:

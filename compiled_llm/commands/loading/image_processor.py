@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import AutoConfig
@@ -14,6 +14,10 @@ from compiled_llm.commands.loading.source import Source
 from compiled_llm.engine.parts import IMAGES
 from compiled_llm.features import needed
 
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -21,7 +25,7 @@ def processor_place(source: Source) -> str | None:
     """Return the folder or hub id of a model's processor; None for a model that reads text alone, or lacks one."""
     if source.gguf_file is not None or not any(_has(source.location, name) for name in _FILES):
         return None
-    config: Any = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
     return source.location if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
 
 
@@ -32,16 +36,16 @@ def seeing_place(source: Source) -> str:
     return place
 
 
-def encode_seen(processor: Any, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def encode_seen(processor: ProcessorMixin, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return what a processor makes of messages with files; ValueError if one is no image."""
     token = getattr(processor, "image_token_id", -1)
     return needed(IMAGES).inputs_of(messages, processor, token)
 
 
-def load_processor(place: str) -> Any:
+def load_processor(place: str) -> ProcessorMixin:
     from transformers import AutoProcessor
 
-    processor: Any = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    processor: ProcessorMixin = AutoProcessor.from_pretrained(place, trust_remote_code=False)
     return processor
 
 

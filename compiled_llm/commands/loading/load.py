@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -33,6 +33,10 @@ from compiled_llm.demo_model.gguf import parsed_once
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 from compiled_llm.execution.threads.busy_cores import other_work
 from compiled_llm.model.classifiers import names_classifier
+from compiled_llm.model.inputs import vocabulary_of
+
+if TYPE_CHECKING:
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 
 def load(
@@ -120,9 +124,8 @@ def _tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
 
 
 def _check_vocabulary(name: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    embedded: Any = model.get_input_embeddings().weight
     largest = max(tokenizer.get_vocab().values(), default=0)
-    tokens = len(embedded)
+    tokens = vocabulary_of(model)
     if largest >= tokens:
         raise ValueError(f"--tokenizer {name}: its token ids go up to {largest}, and the model's to {tokens - 1}")
 
@@ -140,7 +143,7 @@ def _config_of(source: Source) -> PretrainedConfig | None:
     return config
 
 
-def _auto_of(config: PretrainedConfig | None, sees: bool) -> Any:
+def _auto_of(config: PretrainedConfig | None, sees: bool) -> type[_BaseAutoModelClass]:
     if config is not None and names_classifier(config):
         return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def _text(content: bytes, source: str, drops_line_end: bool = True) -> str:
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: str | None = None) -> dict[str, Tensor]:
     """Return a prompt's ``input_ids`` and ``attention_mask``, ``[1, T]``; ValueError if ``chat`` cannot be written."""
-    encoded: Any
+    encoded: Mapping[str, Tensor]
     if not chat:
         encoded = tokenizer(prompt, return_tensors="pt")
     else:
@@ -89,11 +89,13 @@ def check_has_template(tokenizer: object, asked_by: str, way_out: str) -> None:
         raise ValueError(f"{asked_by}: this model's tokenizer has no chat template; {way_out}")
 
 
-def written(tokenizer: Any, messages: Sequence[dict[str, Any]], asked_by: str, **options: Any) -> Any:
+def written(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], asked_by: str, **options: Any
+) -> Any:
     """Return a chat as the template writes it, up to the beginning of an answer; ValueError if it refuses that."""
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
+        return tokenizer.apply_chat_template([*messages], add_generation_prompt=True, return_dict=True, **options)
     except TemplateError as error:
         raise ValueError(f"{asked_by}: the model's chat template refuses this: {error}") from error

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from compiled_llm.compat.torch.capturing import captured_into, new_graph
 from compiled_llm.compat.torch.gate import tuned_alone
+
+if TYPE_CHECKING:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
 
 _LAUNCHES = 20  # of one tiling in a graph, one after the other
 _REPLAYS = 5  # of that graph; the fastest counts
@@ -37,12 +41,20 @@ def let_inductor_time_alone() -> None:
             setattr(kind, name, tuned_alone(vars(kind)[name]))
 
 
+class Launcher(Protocol):
+    """What launches a kernel of Triton's with one tiling."""
+
+    n_spills: int
+
+    def __call__(self, *args: object, **kwargs: object) -> None: ...
+
+
 def timed_in_a_graph(bench: Callable[..., float]) -> Callable[..., float]:
     """Return Inductor's ``bench`` of one tiling, in milliseconds, with launches in a graph."""
     # Kernels that a user has written, and tilings that spill registers, are left to Inductor, which may refuse them.
 
     @functools.wraps(bench)
-    def timed(self: Any, launcher: Any, *args: object, **kwargs: object) -> float:
+    def timed(self: CachingAutotuner, launcher: Launcher, *args: object, **kwargs: object) -> float:
         if self.device_props.type != "cuda" or self.custom_kernel or launcher.n_spills != 0:
             return bench(self, launcher, *args, **kwargs)
         overwritten, named = self.clone_args(*args, **kwargs)

@@ -180,7 +180,7 @@ def _runtime() -> ctypes.CDLL | None:
     return None
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, *arguments: object) -> None:
     """Call a function of the CUDA runtime; RuntimeError if it fails."""
     runtime = _runtime()
     assert runtime is not None, "only `new_graph` makes a `GraphWithoutGenerators`"

@@ -9,12 +9,16 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+
+if TYPE_CHECKING:
+    from torch._guards import Guard
+
 
 RecompileLimitError = FailOnRecompileLimitHit
 """A function compiled with ``fullgraph=True`` was compiled as often as torch does it, and no graph fits."""
@@ -154,7 +158,7 @@ def leave_unguarded(attributes: Collection[str]) -> None:
         )
 
 
-def _guarded_attribute(guard: Any) -> str:
+def _guarded_attribute(guard: Guard) -> str:
     """Return the name of the attribute whose value or absence a guard is about; any text for other guards."""
     absent = getattr(guard.create_fn, "keywords", {}).get("attr")
     return str(absent or guard.name.rpartition(".")[2])

@@ -62,7 +62,7 @@ class OperationsNoted(TorchDispatchMode):
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = MappingProxyType({}),
-    ) -> Any:
+    ) -> object:
         """Run an operation and note it."""
         result = func(*args, **(kwargs or {}))
         self.operations.append((func, result.dtype if isinstance(result, Tensor) else None))

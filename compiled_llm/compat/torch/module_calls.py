@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ class _Noted:
         self._note = weakref.WeakMethod(note)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if (note := self._note()) is not None:
             note()
         module = self._module()

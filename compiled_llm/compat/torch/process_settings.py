@@ -66,5 +66,5 @@ class _Setter:
         self.own = own
         functools.update_wrapper(self, own)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> object:
         return None if threading.get_ident() in _threads else self.own(*arguments, **named)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.autograd import profiler
 
+if TYPE_CHECKING:
+    from torch._C._profiler import _ExperimentalConfig
 
-def profiling_all_threads(wanted: bool) -> Any:
+
+def profiling_all_threads(wanted: bool) -> _ExperimentalConfig:
     """Return the option that makes ``torch.profiler.profile`` watch threads other than the one that started it."""
     from torch._C._profiler import _ExperimentalConfig
 

@@ -11,19 +11,50 @@ trainer, and ``_generate``, at whose end a rollout ends | 1.16 | TRL has a class
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 MADE_FOR = "1.16"
+
+
+class Accelerator(Protocol):
+    """accelerate's ``Accelerator``, as far as ours asks it."""
+
+    num_processes: int
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module: ...
+
+
+class Trainer(Protocol):
+    """A trainer of TRL's that samples: what of it is read, and what is replaced."""
+
+    args: Any
+    accelerator: Accelerator
+    model: PreTrainedModel
+    temperature: float
+    top_p: float
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float
+    max_completion_length: int
+    eos_token_ids: Sequence[int]
+    _generate: Callable[..., object]
+    use_vllm: bool
+    vllm_mode: str
+    vllm_generation: object
+    _last_loaded_step: int
+
+
 _ASKED = ("use_vllm", "vllm_mode", "_generate", "max_completion_length", "temperature", "eos_token_ids")
 
 
-def check_trainer(trainer: Any) -> None:
+def check_trainer(trainer: Trainer) -> None:
     """Raise ValueError unless a trainer samples through ``vllm_generation``, and nobody else does so for it."""
     if missing := [name for name in _ASKED if not hasattr(trainer, name)]:
         raise ValueError(
@@ -38,7 +69,7 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def sample_by(trainer: Any, sampler: Any, rollout_ended: Callable[[], None] | None = None) -> None:
+def sample_by(trainer: Trainer, sampler: object, rollout_ended: Callable[[], None] | None = None) -> None:
     """Let a trainer sample by an object with ``sync_weights()`` and ``generate(...)`` in place of vLLM's.
 
     ``rollout_ended`` is called after each rollout, whatever its end, before the trainer computes losses.
@@ -58,10 +89,10 @@ class _Rollout:
     # For all turns together: to checkpoint again hooks the embeddings anew, and the prefix cache forgets all that
     # was computed with other hooks.
 
-    def __init__(self, own: Callable[..., Any], trainer: Any, ended: Callable[[], None]) -> None:
+    def __init__(self, own: Callable[..., object], trainer: Trainer, ended: Callable[[], None]) -> None:
         self.own, self._trainer, self._ended = own, trainer, ended
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         try:
             with without_checkpointing(self._trainer.model):
                 return self.own(*args, **kwargs)

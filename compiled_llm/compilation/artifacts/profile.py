@@ -100,7 +100,7 @@ class Profile:
         return Profile(self.made_for, +uses, self.embeddings + earlier.embeddings // 2)
 
 
-def _use(row: Any) -> tuple[StepKey, int]:
+def _use(row: Mapping[str, Any]) -> tuple[StepKey, int]:
     if row["phase"] not in get_args(Phase):
         raise ValueError
     tokens, rows, variant, uses = (_count(row[name]) for name in _NUMBERS)

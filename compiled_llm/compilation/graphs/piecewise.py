@@ -85,7 +85,7 @@ class GraphInPieces:
             graph.reset()
 
 
-def _listed(results: Any) -> Sequence[Tensor]:
+def _listed(results: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return (results,) if isinstance(results, Tensor) else results
 
 

@@ -88,7 +88,7 @@ def _described(level: Sequence[Any]) -> _Level:
     return _Level([*map(type, level)], holding, lengths, plain, [*compress(level, plain)], tensors)
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     kind = type(value)
     if isinstance(value, Tensor):
         return f"a {kind.__name__}, {value.dtype} {value.device} {value.dim()} {value.requires_grad}"
@@ -99,7 +99,7 @@ def _in_words(value: Any) -> str:
     raise UnknownError(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _entries(value: Any) -> Sequence[tuple[str | int, Any]]:
+def _entries(value: object) -> Sequence[tuple[str | int, Any]]:
     if not isinstance(value, (tuple, list)):
         return ()
     return [*zip(getattr(value, "_fields", range(len(value))), value, strict=True)]

@@ -41,7 +41,7 @@ class RegionCalls:
         """Return a call with these inputs, each of which may be made many times; it takes any arguments."""
         steps, pack, given = self._steps, self._pack, (*inputs, *[None] * self._results)
 
-        def run(*_: Any) -> Any:
+        def run(*_: object) -> object:
             values: list[Any] = [*given]
             for function, read, results, last_read in steps:
                 values[results] = function([values[number] for number in read])

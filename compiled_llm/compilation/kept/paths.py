@@ -36,7 +36,7 @@ def paths_of_tensors(arguments: Mapping[str, Any]) -> dict[int, Path]:
     return found
 
 
-def tensors_in(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+def tensors_in(value: object, path: Path) -> Iterator[tuple[Path, Tensor]]:
     """Yield tensors in named tuples, tuples and lists."""
     if isinstance(value, Tensor):
         yield path, value

@@ -61,7 +61,7 @@ class Recorder:
     def watching(self, name: str, function: Function, program: Function, arguments: Mapping[str, Any]) -> Function:
         """Return ``program``, which writes itself down if a call makes it be traced; ``arguments`` are by name."""
 
-        def call(*given: Any) -> Any:
+        def call(*given: object) -> object:
             self._calling = (name, function, arguments)
             self._pending = None
             try:
@@ -109,7 +109,7 @@ class Recorder:
         self._pending = trace
         return trace.watching(whole)
 
-    def _finish(self, result: Any) -> None:
+    def _finish(self, result: object) -> None:
         if (trace := self._pending) is not None:
             self._version.begin_check()
             self._write(*trace.finished(result, self._version.form == trace.form))
@@ -135,7 +135,7 @@ class _Trace:
         self._watches = True
 
     def watching(self, function: Function) -> Function:
-        def run(*values: Any) -> Any:
+        def run(*values: object) -> object:
             returned = function(*values)
             if self._watches:
                 self._returned = returned
@@ -143,7 +143,7 @@ class _Trace:
 
         return run
 
-    def finished(self, result: Any, same_model: bool) -> tuple[KeptProgram, Mapping[str, File]]:
+    def finished(self, result: object, same_model: bool) -> tuple[KeptProgram, Mapping[str, File]]:
         """Return the program, which has returned ``result`` for the first time, and its files."""
         returned = self._returned
         self._returned = None

@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from compiled_llm.compat.torch.inductor import CustomGraphPass, get_hash_for_files
 from compiled_llm.compilation.passes.products import rule_files
+
+if TYPE_CHECKING:
+    from torch.fx.node import Argument
+
 
 _aten = torch.ops.aten
 _LINEAR = torch.ops.compiled_llm.invariant_linear.default
@@ -71,7 +75,7 @@ def _is_given(weight: object) -> bool:
     return isinstance(weight, fx.Node) and weight.op in ("placeholder", "get_attr")
 
 
-def _replace(graph: fx.Graph, node: fx.Node, rows: Any, weight: Any, bias: Any) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, rows: Argument, weight: Argument, bias: Argument) -> None:
     with graph.inserting_before(node):
         product = graph.call_function(_LINEAR, (rows, weight, bias, _is_given(weight)))
     product.meta.update(node.meta)
@@ -127,7 +131,7 @@ class _Building:
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self._graph, self._node = graph, node
 
-    def __call__(self, target: torch._ops.OpOverload, *arguments: Any) -> fx.Node:
+    def __call__(self, target: torch._ops.OpOverload, *arguments: Argument) -> fx.Node:
         with self._graph.inserting_before(self._node):
             made = self._graph.call_function(target, arguments)
         made.meta["val"] = target(*(entry.meta["val"] if isinstance(entry, fx.Node) else entry for entry in arguments))
@@ -158,7 +162,7 @@ def _wide(build: _Building, values: fx.Node) -> fx.Node:
 
 
 def _sum(
-    build: _Building, values: fx.Node, dims: object = None, keep: bool = False, dtype: Any = None
+    build: _Building, values: fx.Node, dims: object = None, keep: bool = False, dtype: torch.dtype | None = None
 ) -> fx.Node | None:
     if not _is_last(values, dims):
         return None
@@ -166,7 +170,7 @@ def _sum(
 
 
 def _mean(
-    build: _Building, values: fx.Node, dims: object = None, keep: bool = False, dtype: Any = None
+    build: _Building, values: fx.Node, dims: object = None, keep: bool = False, dtype: torch.dtype | None = None
 ) -> fx.Node | None:
     if not _is_last(values, dims):
         return None
@@ -175,7 +179,7 @@ def _mean(
 
 
 def _var_mean(
-    build: _Building, values: fx.Node, dims: Any = None, *, correction: float | None = None, keepdim: bool = False
+    build: _Building, values: fx.Node, dims: object = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[fx.Node, fx.Node] | None:
     if not _is_last(values, dims):
         return None
@@ -188,7 +192,7 @@ def _var_mean(
     return build.as_dtype(var, dtype), build.as_dtype(mean, dtype)
 
 
-def _var(build: _Building, values: fx.Node, dims: Any = None, **options: Any) -> fx.Node | None:
+def _var(build: _Building, values: fx.Node, dims: object = None, **options: Any) -> fx.Node | None:
     found = _var_mean(build, values, dims, **options)
     return None if found is None else found[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +17,10 @@ from compiled_llm.compat.torch.tensors import example_of, inputs_by_tensor
 from compiled_llm.compilation.passes.normed_products import NORMED_LINEAR
 from compiled_llm.model.weights.fused_weights import FusedWeights, is_one
 from compiled_llm_ops.linear import chained_linear, linear
+
+if TYPE_CHECKING:
+    from torch.fx.node import Argument
+
 
 _as_strided = torch.ops.aten.as_strided.default
 _linear = nn.functional.linear
@@ -85,7 +89,7 @@ def _fuse(graph: fx.Graph, products: Sequence[fx.Node], stacks: Sequence[Sequenc
         graph.erase_node(node)
 
 
-def _whole(graph: fx.Graph, first: Any, stack: Sequence[Tensor]) -> fx.Node:
+def _whole(graph: fx.Graph, first: Argument, stack: Sequence[Tensor]) -> fx.Node:
     """Return a view of a whole stack, made from its first entry, where it begins."""
     size = [sum(map(len, stack)), *stack[0].shape[1:]]
     return graph.call_function(_as_strided, (first, size, list(stack[0].stride())))

@@ -46,7 +46,7 @@ def run_later(backend: Callable[..., Callable[..., Any]]) -> Callable[..., Calla
 
 def _not_run_yet(compiled: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiled)
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> object:
         if _here.compiles_only:
             raise CompiledOnlyError
         return compiled(*arguments)

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 
@@ -89,7 +89,7 @@ def compiler(tokens: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
     return GrammarCompiler(tokens, max_threads=max_at_once(), cache_limit_bytes=KEPT)
 
 
-def spelled(tokenizer: Any, key: Key) -> xgrammar.TokenizerInfo:
+def spelled(tokenizer: PreTrainedTokenizerBase, key: Key) -> xgrammar.TokenizerInfo:
     """Return the texts of tokens; special ones, which are left out of texts, only tags may have."""
     from xgrammar import TokenizerInfo, VocabType
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import Struct
 from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
@@ -35,7 +33,7 @@ class Worker(ForkServer[Compile]):
         super().__init__(FromEngine, MAX_BYTES)
         self._compilers: dict[int, GrammarCompiler] = {}
 
-    def remember(self, message: Any) -> Struct | None:
+    def remember(self, message: Struct) -> Struct | None:
         if not isinstance(message, WorkerVocabulary):
             return None
         info = TokenizerInfo.deserialize_json(message.info)

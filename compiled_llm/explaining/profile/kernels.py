@@ -6,12 +6,16 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_llm.compat.torch.profiler import profiling_all_threads
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
+
 
 KINDS = (
     ("memory copies", r"^mem(cpy|set)"),
@@ -130,12 +134,12 @@ class KernelProfiler:
                 yield KernelLaunch(event.name, kind_of(_names(event)), float(spent), float(span.start), float(span.end))
 
 
-def _names(event: Any) -> Iterator[str]:
+def _names(event: FunctionEvent | None) -> Iterator[str]:
     while event is not None:
         yield event.name
         event = event.cpu_parent
 
 
-def _is_annotation(event: Any) -> bool:
+def _is_annotation(event: FunctionEvent) -> bool:
     # A range that code was marked with, which encloses kernels.
     return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith(_ANNOTATIONS)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,10 @@ from compiled_llm.huggingface.inspection.host_copies import HostCopies
 from compiled_llm.huggingface.processors.processors import Prompts, is_in_graph, samplings_of
 from compiled_llm.model.sizes import logits_width
 from compiled_llm.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
+
 
 logger = logging.getLogger("compiled_llm.generate")
 
@@ -138,7 +142,7 @@ class BatchSettings:
     def in_graph(self) -> bool:
         return all(map(is_in_graph, self.processors))
 
-    def batched_processors(self) -> Any:
+    def batched_processors(self) -> ContinuousBatchingLogitsProcessorList:
         """Return HuggingFace's list of the processors, which checks a request's own settings."""
         supported = [entry for entry in self.processors if entry.supports_continuous_batching]
         return batched_processors(supported, self.batching)
@@ -236,7 +240,7 @@ def seeds(seed: int | None) -> Iterator[int | None]:
         yield None if generator is None else int(torch.randint(_SEEDS, (), generator=generator, device="cpu"))
 
 
-def end_tokens(ends: Any) -> list[int]:
+def end_tokens(ends: int | Iterable[int] | None) -> list[int]:
     """Return the tokens of an ``eos_token_id``: a number, a list, or None; -1 is none."""
     listed = [ends] if isinstance(ends, int) else list(ends or ())
     return [token for token in listed if token >= 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -16,6 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from compiled_llm.compat.condition import Condition
 from compiled_llm.compat.continuous_batching import (
     ManagerParts,
+    Processors,
     RequestState,
     forget_kept_manager,
     kept_manager,
@@ -32,17 +33,22 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import passed_over
 from compiled_llm.requests.handle import RequestHandle
 
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+
 _ROWS = 256  # how many requests run at once if nothing says it, and ``generate`` has room for fewer than there are
 
 
 def manager_for(
     model: PreTrainedModel,
     runtime: CompiledModel,
-    original: Callable[..., Any],
+    original: Callable[..., ContinuousBatchingManager],
     generation_config: GenerationConfig | None,
     batching_config: ContinuousBatchingConfig | None,
-    hints: Any,
-) -> Any:
+    hints: WorkloadHints | None,
+) -> ContinuousBatchingManager:
     """Return a manager over the engine, or HuggingFace's own if only that one can serve the configs."""
     # ``model`` is in evaluation mode afterwards, as HuggingFace leaves it.
     if runtime.asleep:  # HuggingFace's own would take what memory there is
@@ -70,7 +76,7 @@ def manager_for(
     return EngineManager(model, settings, _rows(settings.batching, room, requests), requests)
 
 
-def _huggingfaces(original: Callable[..., Any], *arguments: Any) -> Any:
+def _huggingfaces(original: Callable[..., ContinuousBatchingManager], *arguments: object) -> ContinuousBatchingManager:
     manager = original(*arguments)
     if torch.is_inference_mode_enabled():
         manager.warmed_up = True  # else it would make tensors here that its own thread cannot write to
@@ -109,7 +115,7 @@ class EngineManager(ManagerParts):
         return self._processors
 
     @logit_processor.setter
-    def logit_processor(self, processors: Any) -> None:
+    def logit_processor(self, processors: Processors) -> None:
         self._settings = self._settings.with_processors(listed(processors))
         self._take_processors()
 

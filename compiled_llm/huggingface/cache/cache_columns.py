@@ -99,7 +99,11 @@ def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor
     return positions
 
 
-def kept_columns(logits_to_keep: Any, new: int) -> NDArray[np.int64]:
+LogitsToKeep = int | slice | Sequence[int] | Tensor
+"""HuggingFace's: 0 for all columns of new tokens, n for the last n, or those that are named."""
+
+
+def kept_columns(logits_to_keep: LogitsToKeep, new: int) -> NDArray[np.int64]:
     """Return the new tokens' columns that ``logits_to_keep`` asks for: 0 all, n the last n, a slice or list those."""
     if isinstance(logits_to_keep, int):
         return np.arange(new)[slice(-logits_to_keep, None)]
@@ -112,6 +116,6 @@ def ascend(columns: NDArray[np.int64]) -> bool:
     return bool((columns[1:] > columns[:-1]).all())
 
 
-def on_host(tensor: Tensor) -> Any:
+def on_host(tensor: Tensor) -> NDArray[Any]:
     """Return a tensor as an array on the host; waits for the device if the tensor lies there."""
     return tensor.numpy(force=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -23,6 +24,7 @@ class EmittedOutputs(Protocol):
     """What a call's tokens have emitted."""
 
     def put_into(self, output: ModelOutput) -> None: ...
+    def map(self, change: Callable[[Tensor], Tensor]) -> EmittedOutputs: ...
     @classmethod
     def joined(cls, parts: Sequence[Any]) -> EmittedOutputs:
         """Return those of several parts of a batch, in their order."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from compiled_llm.execution.prefill.unpaged import KeysAndValues
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
+    LogitsToKeep,
     RowUpdate,
     ascend,
     counted_positions,
@@ -33,6 +34,7 @@ from compiled_llm.huggingface.cache.cache_columns import (
 )
 from compiled_llm.huggingface.cache.extra_columns import ExtraColumns
 from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
+from compiled_llm.huggingface.cache.more_outputs import EmittedOutputs, MoreOutputs
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kinds.kind import places_beside
 from compiled_llm.kinds.registry import add_states
@@ -99,7 +101,7 @@ class PagedCache(Cache):
         copy.stored = self.stored
         return copy
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a PagedCache cannot be pickled: its tokens lie in the pages of one model in this process; keep the token "
             "ids and compute them again"
@@ -285,11 +287,11 @@ class PagedCache(Cache):
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        logits_to_keep: Any,
+        logits_to_keep: LogitsToKeep,
         extra: ExtraColumns | None = None,
         counts_unmasked: bool = False,
-        wanted: Any = None,
-    ) -> tuple[Tensor, Any]:
+        wanted: MoreOutputs | None = None,
+    ) -> tuple[Tensor, EmittedOutputs | None]:
         """Store new tokens; return their ``[B, Q', V]`` logits, zeros for masked tokens, and what else is ``wanted``.
 
         Args:
@@ -337,8 +339,8 @@ class PagedCache(Cache):
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
     def _decode(
-        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: object
-    ) -> tuple[Tensor, Any]:
+        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: MoreOutputs | None
+    ) -> tuple[Tensor, EmittedOutputs | None]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         self.model_runner.expect_changes()  # since the last forward
         with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as outputs:
@@ -346,11 +348,12 @@ class PagedCache(Cache):
         return logits, outputs()
 
     def _reading(
-        self, wanted: Any, rows: Sequence[RowUpdate], first: int, new: int
-    ) -> AbstractContextManager[Callable[[], Any]]:
+        self, wanted: MoreOutputs | None, rows: Sequence[RowUpdate], first: int, new: int
+    ) -> AbstractContextManager[Callable[[], EmittedOutputs | None]]:
         """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
-        reading: AbstractContextManager[Callable[[], Any]] = nullcontext(lambda: None)
-        return reading if wanted is None else wanted.reading(self.generate_loop, rows, first, new)
+        if wanted is None:
+            return nullcontext(lambda: None)
+        return wanted.reading(self.generate_loop, rows, first, new)
 
     def _extend(
         self,
@@ -359,8 +362,8 @@ class PagedCache(Cache):
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
-        wanted: object,
-    ) -> tuple[Tensor, Any]:
+        wanted: MoreOutputs | None,
+    ) -> tuple[Tensor, EmittedOutputs | None]:
         first = self.seen
         new = position_ids.shape[1]
         ids = self._known_ids(input_ids)

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class LayerSource(Protocol):
     def copied(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
 
-def _refused(method: str) -> Any:
+def _refused(method: str) -> Callable[..., NoReturn]:
     """Return a method that raises: the layers of a cache share their rows, and pages stay where the model is."""
 
     def refuse(self: PagedLayer, *_: object, **__: object) -> NoReturn:
@@ -68,7 +69,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: pages exist already."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> NoReturn:
         """Raise RuntimeError: keys and values enter the pages inside the compiled forward only."""
         raise RuntimeError(
             "a PagedCache belongs to the wrapped model that made it and is filled by that model's own forward; "

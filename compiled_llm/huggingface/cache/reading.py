@@ -108,7 +108,7 @@ def _holds_keys(layer: CacheLayerMixin, like: Layer, state: RunnerState, rows: i
     return True if _fits(layer.keys, like, state, rows) else None
 
 
-def _is_readable(layer: Any, like: Layer) -> bool:
+def _is_readable(layer: CacheLayerMixin, like: Layer) -> bool:
     """Whether a layer of a cache is of a known type, and holds all that ours keeps."""
     if like.states:  # transformers has a type of both for each of these
         return isinstance(layer, _READABLE_LAYERS)

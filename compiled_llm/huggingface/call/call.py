@@ -23,7 +23,7 @@ from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
 from compiled_llm.execution.limits import pages_needed, whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate, first_equal
-from compiled_llm.huggingface.cache.more_outputs import more_outputs
+from compiled_llm.huggingface.cache.more_outputs import MoreOutputs, more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.other_inputs import one_a_token, reader_of
@@ -52,7 +52,7 @@ class LoopArguments:
     kwargs: dict[str, Any]  # the inputs of the model, the cache among them, and arguments that only some methods take
     streamer: BaseStreamer | None = None
 
-    def run(self, method: Callable[..., Any]) -> Any:
+    def run(self, method: Callable[..., object]) -> object:
         return method(
             self.input_ids,
             logits_processor=self.processors,
@@ -163,7 +163,7 @@ class PagedCall(LoopArguments):
         return bool(self.config.return_dict_in_generate or is_users_own(self.cache) or replaces_users)
 
     @property
-    def more(self) -> Any:
+    def more(self) -> MoreOutputs | None:
         """The outputs of each step that ``generate`` returns besides tokens and scores; None if it returns none."""
         wanted = self.config.output_hidden_states
         return more_outputs(wanted, self.runtime.facts.hooks) if self.config.return_dict_in_generate else None

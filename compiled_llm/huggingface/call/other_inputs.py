@@ -32,7 +32,7 @@ def without_what_says_nothing(
     return {name: value for name, value in inputs.items() if not _says_nothing(model, name, value, copies)}
 
 
-def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCopies) -> bool:
+def _says_nothing(model: PreTrainedModel, name: str, value: object, copies: HostCopies) -> bool:
     if isinstance(value, dict):  # the features of images and videos that ``generate`` has computed
         return all(features is None for features in value.values())
     if name not in _TOKEN_TYPES or not isinstance(value, Tensor) or not sees(model):

@@ -9,12 +9,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
@@ -49,11 +49,19 @@ from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
 from compiled_llm.model.version.model_version import Placement
 
+if TYPE_CHECKING:
+    from compiled_llm.huggingface.handle import Wrapped
+
+
+Output = ModelOutput | tuple[Any, ...]  # the latter with ``return_dict=False``
+
 _counted: ContextVar[list[str] | None] = of_one_call(ContextVar("counted", default=None), None)
 """The paths that forwards inside a forward of the user's were counted on."""
 
 
-def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_forward(
+    original: Callable[..., object], self: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
     """Run the compiled forward if it can serve the call, else the class's own."""
     if is_traced() or dynamo_watches():  # the user's own torch.compile or torch.export
         self._note_outer_compile()
@@ -77,7 +85,9 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     return output
 
 
-def _serve(original: Any, self: Any, arguments: dict[str, Any], cache: Cache | None) -> Any:
+def _serve(
+    original: Callable[..., object], self: Wrapped, arguments: dict[str, Any], cache: Cache | None
+) -> Output | Reason:
     """Return what the compiled forward gives a call without a ``PagedCache``, or why it cannot serve it."""
     runtime = self.compiled
     if isinstance(cache, DynamicCache) and isinstance(mask := arguments.get("attention_mask"), Tensor):
@@ -94,7 +104,9 @@ def _serve(original: Any, self: Any, arguments: dict[str, Any], cache: Cache | N
         return Reason(error.reason)
 
 
-def _run_original(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: Reason) -> Any:
+def _run_original(
+    original: Callable[..., object], self: Wrapped, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: Reason
+) -> object:
     """Run HuggingFace's own forward, and count it."""
     runtime = self.compiled
     if runtime.config.batch_invariant and current_call.get() is None and not torch.is_grad_enabled():
@@ -109,7 +121,11 @@ def _run_original(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _run_prefill(
-    original: Any, self: Any, arguments: Mapping[str, Any], cache: PagedCache, prefill: PendingPrompt
+    original: Callable[..., Any],
+    self: Wrapped,
+    arguments: Mapping[str, Any],
+    cache: PagedCache,
+    prefill: PendingPrompt,
 ) -> object:
     """Run HuggingFace's own forward over a cache of its own, and read in the tokens that it leaves there."""
     with self.compiled.facts.attention.original():
@@ -132,7 +148,9 @@ def _run_prefill(
     return output
 
 
-def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[str, Any]) -> object:
+def _run_over(
+    cache: PagedCache, original: Callable[..., object], self: Wrapped, arguments: Mapping[str, Any]
+) -> object:
     """Run the compiled forward over our cache; HuggingFace's own takes only one that ``generate`` has made."""
     runtime = self.compiled
     call = current_call.get()
@@ -161,7 +179,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
         return original(self, **{**arguments, runtime.facts.cache_argument: cache.handed_over(self.config)})
 
 
-def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str) -> object:
+def run_own_forward(forward: Callable[[], object], runtime: CompiledModel, own: str) -> object:
     """Run a user's forward, named ``own``, and count it unless it calls ours, which counts itself."""
     runtime.home.check()
     paths: list[str] = []
@@ -195,7 +213,7 @@ def count_outside(runtime: CompiledModel, reason: Reason) -> None:
 
 
 @deferred()  # once, for all that a forward does
-def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
+def compiled(original: Callable[..., object], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Output:
     """Run a call without a ``forward_obstacle``; ``original`` is the ``forward`` of the model's class.
 
     Returns:
@@ -227,8 +245,12 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 
 
 def _computed(
-    runtime: CompiledModel, given: Cache | None, arguments: Mapping[str, Any], keeps: bool, wanted: Any
-) -> tuple[Tensor, PagedCache | None, Any]:
+    runtime: CompiledModel,
+    given: Cache | None,
+    arguments: Mapping[str, Any],
+    keeps: bool,
+    wanted: MoreOutputs | None,
+) -> tuple[Tensor, PagedCache | None, EmittedOutputs | None]:
     """Return logits, the cache that holds the tokens, if the call wants one, and what is wanted besides."""
     if given is None and wanted is None and (rows := NewRows.of(runtime, arguments)) is not None:
         return *rows.forward(keeps), None
@@ -239,10 +261,11 @@ def _computed(
     return logits, cache, emitted
 
 
-def _loss(model: Any, arguments: Mapping[str, Any], logits: Tensor) -> Any:
+def _loss(model: PreTrainedModel, arguments: Mapping[str, Any], logits: Tensor) -> Tensor:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
-    return model.loss_function(logits=logits, labels=arguments["labels"], vocab_size=vocabulary, **items)
+    loss: Tensor = model.loss_function(logits=logits, labels=arguments["labels"], vocab_size=vocabulary, **items)
+    return loss
 
 
 def _cache_for(

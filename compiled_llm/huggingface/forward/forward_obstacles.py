@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.execution.reporting.inner_reasons import UNSERVED_OUTPUTS, inner_reasons
 from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.huggingface.cache.cache_columns import LogitsToKeep
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.call.current_call import current_call
 from compiled_llm.huggingface.call.other_inputs import (
@@ -151,7 +152,7 @@ def _covers_text(mask: object, arguments: Mapping[str, Any], cache: Cache | None
     return len(mask) == rows and ((known > 0 and isinstance(cache, PagedCache)) or mask.shape[1] == known + tokens)
 
 
-def _names_columns(logits_to_keep: Any) -> bool:
+def _names_columns(logits_to_keep: LogitsToKeep) -> bool:
     """Whether these are columns, the same ones of each row."""
     return isinstance(logits_to_keep, (int, slice)) or np.ndim(logits_to_keep) == 1
 

@@ -79,7 +79,7 @@ def _is_the_classs(model: PreTrainedModel, name: str) -> bool:
 def _is_classs(model: PreTrainedModel, name: str, value: object) -> bool:
     """Whether a function is a method of the model's class, or the function in it that decorators wrap."""
     # Bound to another model, it is not. accelerate binds the innermost one when it takes its own wrappers off.
-    method: Any = getattr(type(model), name, None)
+    method = getattr(type(model), name, None)
     while method is not None:
         if getattr(value, "__func__", value) is method:
             return getattr(value, "__self__", model) is model

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 
 from compiled_llm.compat.cache_names import output_field
 from compiled_llm.huggingface.forward.forward import run_forward
@@ -21,6 +26,7 @@ from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.model.traced.shallow_copies import shallow_copy
 
 if TYPE_CHECKING:
+    from compiled_llm.huggingface.handle import Wrapped
     from compiled_llm.huggingface.pooling import classifiers as this
     from compiled_llm.huggingface.wrapped_model import ClassifiersPart
 
@@ -64,7 +70,7 @@ def scoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return cast(type[PreTrainedModel], type(base.__name__, (base,), members))
 
 
-def classify(base: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def classify(base: Any, self: Wrapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Run a wrapped classifier's ``forward``: its class's own, around compiled layers and head."""
     scores = _Scores(self, scoring_class(base).forward)
     modules = {**self._modules, self.base_model_prefix: scores, "score": nn.Identity()}
@@ -74,18 +80,19 @@ def classify(base: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 class _Scores(nn.Module):
     """What stands for the layers of a classifier: scores of all tokens in place of hidden states."""
 
-    def __init__(self, model: Any, original: Any) -> None:
+    def __init__(self, model: Wrapped, original: Callable[..., object]) -> None:
         super().__init__()
         self._call = functools.partial(run_forward, original, model)
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPast:
         given = {name: value for name, value in kwargs.items() if value is not None}
-        out = self._call(args, {"use_cache": False, **given})  # nobody goes on with the cache of a text that is scored
+        # Nobody goes on with the cache of a text that is scored.
+        out = cast(CausalLMOutputWithPast, self._call(args, {"use_cache": False, **given}))
         field = output_field(BaseModelOutputWithPast)
-        more = {field: getattr(out, output_field(type(out)), None), "hidden_states": out.hidden_states}
+        more: dict[str, Any] = {field: getattr(out, output_field(type(out)), None), "hidden_states": out.hidden_states}
         return BaseModelOutputWithPast(last_hidden_state=out.logits, **more)
 
 
-def refuse_to_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def refuse_to_generate(self: PreTrainedModel, /, *args: object, **kwargs: object) -> NoReturn:
     """Say that classifiers do not generate."""
     raise UnsupportedModelError(f"generate: {type(self).__name__} scores texts, and writes none; call the model")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from compiled_llm.compat.training.trl import check_trainer, sample_by
 from compiled_llm.engine.engine import Engine
@@ -13,10 +13,14 @@ from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
+if TYPE_CHECKING:
+    from compiled_llm.compat.training.trl import Trainer
+
+
 T = TypeVar("T")
 
 
-def sample_with(engine: Engine, trainer: Any, *, sleep: bool = False) -> None:
+def sample_with(engine: Engine, trainer: Trainer, *, sleep: bool = False) -> None:
     """Let a trainer of TRL's sample its rollouts by an engine of the model that it trains.
 
     Sampling settings are the trainer's arguments, ``generation_kwargs`` and ``vllm_structured_outputs_regex`` among
@@ -55,11 +59,11 @@ def sample_with(engine: Engine, trainer: Any, *, sleep: bool = False) -> None:
 class Sampler:
     """What TRL calls in place of its connection to vLLM."""
 
-    def __init__(self, engine: Engine, trainer: Any, sleep: bool) -> None:
+    def __init__(self, engine: Engine, trainer: Trainer, sleep: bool) -> None:
         self._engine, self._trainer, self._sleep = engine, trainer, sleep
 
     @property
-    def llm(self) -> Any:
+    def llm(self) -> SimpleNamespace:
         """What TRL reads of vLLM: the most tokens of a request, beyond which it takes back what a tool has said."""
         config = SimpleNamespace(max_model_len=self._engine.describe().max_tokens)
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
@@ -73,7 +77,7 @@ class Sampler:
         prompts: Sequence[list[int]],
         images: Sequence[Any] | None,
         num_generations: int,
-        profiler: Any = None,
+        profiler: AbstractContextManager[object] | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[AloneEach[float]], list[AloneEach[int]]]:
         """Return prompts, answers, and of each answer's tokens the log-probability and the token, in lists of one.
 

@@ -35,7 +35,9 @@ class BlockChoices:
         self.rows = rows
         self.layers = [_KeptIndex(rows, index_pages.get(layer)) for layer in range(layers)]
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Return the keys and values of new tokens, which attention writes into pages."""
         return keys, values
 

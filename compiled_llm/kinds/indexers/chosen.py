@@ -125,5 +125,5 @@ def positions_of(indices: Tensor, rows: IndexedRows) -> Tensor:
 
 
 def _layer_types(model: PreTrainedModel) -> Sequence[str]:
-    config: Any = model.config
+    config = model.config
     return getattr(config.get_text_config(decoder=True), "layer_types", None) or ()

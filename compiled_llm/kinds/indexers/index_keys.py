@@ -161,7 +161,7 @@ class Indexed(KindOver):
     def beside(self) -> int | None:
         return self.index_size
 
-    def scores(self, config: Any, dtype: torch.dtype) -> ScoreSizes | None:
+    def scores(self, config: PretrainedConfig, dtype: torch.dtype) -> ScoreSizes | None:
         if self.index_size is None:
             return None
         return IndexScores(config.index_n_heads, self.chosen(config), self.index_size, dtype, self.together)
@@ -185,7 +185,7 @@ class Indexed(KindOver):
     ) -> tuple[IndexedRows, dict[int, Tensor]]:
         """Return where the index keys of a ``PagedBatch`` lie, and the pages of each layer that has some."""
         pages = {number: batch.pages[place] for number, place in places_beside(layers).items()}
-        config: Any = model.config.get_text_config(decoder=True)
+        config = model.config.get_text_config(decoder=True)
         kind = next(iter(cls.layers_of(layers).values()))
         total, size, _ = next(iter(pages.values())).shape
         positions = getattr(config, "max_position_embeddings", 2**17)

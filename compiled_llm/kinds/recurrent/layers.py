@@ -55,7 +55,9 @@ class RecurrentStates:
 
     # ---- what HuggingFace's layers ask a cache
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Return a layer's new keys and values: its attention function has pages."""
         return (key, value) if self._attending is None else self._attending.update(key, value, layer_idx)
 
@@ -265,7 +267,7 @@ def _given(states: RecurrentStates, argument: str, packed: Callable[..., Any]) -
     """Return a layer's ``forward`` that computes by these states in place of the cache that it is given."""
     signature = inspect.signature(packed)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         bound = signature.bind(*args, **kwargs)
         bound.arguments[argument] = states
         return packed(*bound.args, **bound.kwargs)

@@ -102,7 +102,7 @@ class TracedHooks:
 def as_forward_hook(function: HookFunction, site: HookSite) -> Callable[[nn.Module, Any, Any], Any]:
     """Return a hook for ``register_forward_hook`` that shows packed tokens, of ``[1, T, ...]`` or ``[B, q, ...]``."""
 
-    def traced(module: nn.Module, args: Any, output: Any) -> object:
+    def traced(module: nn.Module, args: object, output: object) -> object:
         tokens = site.tokens
         assert tokens is not None, "the module runs inside a step"
         changed = function(module, _packed(args), _packed(output), tokens)

@@ -61,7 +61,7 @@ def probed_words(model: PreTrainedModel) -> tuple[str, ...]:
     return (*configs, *modules)
 
 
-def _is_read(name: str, value: Any) -> bool:
+def _is_read(name: str, value: object) -> bool:
     return isinstance(value, _PLAIN) and name not in UNREAD and name not in _UNPROBED
 
 

@@ -24,7 +24,7 @@ _HOLDERS = (nn.Module, SimpleNamespace, argparse.Namespace)
 """Classes of libraries whose objects hold what their user has given them."""
 
 
-def parts_of(value: Any) -> Iterator[Part]:
+def parts_of(value: object) -> Iterator[Part]:
     """Yield the parts of a value that it may be read through."""
     if isinstance(value, functools.partial):
         yield (value.func, value.args, value.keywords)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch._guards import TracingContext
+
+if TYPE_CHECKING:
+    from torch._dynamo.source import AttrSource
+    from torch._guards import Guard, Source
+
 
 OF_PROCESS = frozenset(
     {
@@ -28,7 +33,7 @@ class Step(NamedTuple):
 
     expression: str  # in Dynamo's words
     name: str | None  # of an attribute or a global; None for other steps
-    value: Any
+    value: object
 
 
 class Guarded(NamedTuple):
@@ -62,7 +67,7 @@ class _Values:
         self._scope = {**_helpers(), "L": arguments, "G": scope}
         self._known: dict[str, Any] = {}
 
-    def way_to(self, source: Any) -> tuple[Step, ...]:
+    def way_to(self, source: Source | None) -> tuple[Step, ...]:
         steps: list[Step] = []
         while source is not None and (expression := _expression(source)):
             name = getattr(source, "member", None) or getattr(source, "global_name", None)
@@ -70,21 +75,22 @@ class _Values:
             source = getattr(source, "base", None)
         return tuple(reversed(steps))
 
-    def way_to_presence(self, guard: Any) -> tuple[Step, ...]:
+    def way_to_presence(self, guard: Guard) -> tuple[Step, ...]:
         """``way_to`` of an attribute that may be absent; None is its value, for only what has it matters."""
         source = guard.originating_source
         name = getattr(guard.create_fn, "keywords", {}).get("attr")
         if name is None:  # until torch 2.12, the guard's source is the attribute
-            source, name = source.base, source.member
+            attribute = cast("AttrSource", source)
+            source, name = attribute.base, attribute.member
         return *self.way_to(source), Step(f"{_expression(source)}.{name}", name, None)
 
-    def _value(self, expression: str) -> Any:
+    def _value(self, expression: str) -> object:
         if expression not in self._known:
             self._known[expression] = eval(expression, self._scope)  # as Dynamo does; it has made the expression
         return self._known[expression]
 
 
-def _expression(source: Any) -> str:
+def _expression(source: Source) -> str:
     name = source.name
     return str(name() if callable(name) else name)
 

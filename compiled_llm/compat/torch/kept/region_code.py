@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ from torch._C._dynamo import guards
 from compiled_llm.compat.torch.inductor import inductor_cache_at
 from compiled_llm.compat.torch.kept.triton_kernels import TritonKernel, load_kernel
 from compiled_llm.compat.torch.triton import kernels_first_in
+
+if TYPE_CHECKING:
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
 
 Function = Callable[[list[Any]], Sequence[Any]]
 
@@ -94,19 +100,19 @@ def noting_code() -> Iterator[list[RegionCode]]:
     found: list[RegionCode] = []
     around: list[str] = []
 
-    def note_graph(graph: Any) -> None:
+    def note_graph(graph: CompiledFxGraph) -> None:
         try:
             found.append(_code_of(graph))
         except Exception as error:  # any: it reads what torch keeps to itself, and who compiles goes on
             found.append(RegionCode(Path(), refused=f"its code cannot be read: {type(error).__name__}: {error}"))
 
-    def note_wrapper(wrapper: Any, runtime_metadata: Any) -> None:
+    def note_wrapper(wrapper: object, runtime_metadata: ViewAndMutationMeta) -> None:
         try:
             around.extend(_done_around(runtime_metadata))
         except Exception as error:  # any: as above
             around.append(f"what is around its code cannot be read: {type(error).__name__}: {error}")
 
-    def note_bases(wrapper: Any, runtime_metadata: Any) -> None:
+    def note_bases(wrapper: object, runtime_metadata: object) -> None:
         if getattr(wrapper, "needs_post_compile", True):
             around.append("its inputs share memory, and some are written to")
 
@@ -126,7 +132,7 @@ def _calling_first(kind: type, note: Callable[[Any, Any], None]) -> Iterator[Non
     """Call ``note`` before ``post_compile`` of a class's objects while the block runs."""
     post_compile = kind.post_compile  # type: ignore[attr-defined]
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: object, *args: object, **kwargs: object) -> object:
         note(self, kwargs.get("runtime_metadata"))
         return post_compile(self, *args, **kwargs)
 
@@ -137,7 +143,7 @@ def _calling_first(kind: type, note: Callable[[Any, Any], None]) -> Iterator[Non
         setattr(kind, "post_compile", post_compile)  # noqa: B010
 
 
-def _done_around(metadata: Any) -> Iterator[str]:
+def _done_around(metadata: ViewAndMutationMeta) -> Iterator[str]:
     """Say what AOTAutograd would do around the code at run time."""
     for number, info in enumerate(metadata.output_info):
         if info.output_type.name not in ("non_alias", "unsafe_view_alias"):
@@ -150,7 +156,7 @@ def _done_around(metadata: Any) -> Iterator[str]:
         yield "an input is a tensor made of others, as of a library of packed weights"
 
 
-def _code_of(graph: Any) -> RegionCode:
+def _code_of(graph: CompiledFxGraph) -> RegionCode:
     from torch._inductor.codecache import PyCodeCache, get_path
 
     path = Path(get_path(graph.cache_key, "py")[2])
@@ -186,7 +192,7 @@ def _note_kernels(code: RegionCode, module: ModuleType, path: Path) -> str | Non
     places: list[tuple[str, str]] = []
 
     def place(kind: str) -> Callable[..., object]:
-        def note(_: Any, source: str, **kwargs: Any) -> object:
+        def note(_: object, source: str, **kwargs: object) -> object:
             places.append((kind, source))
             return places[-1]
 
@@ -210,10 +216,10 @@ def load_code(folder: Path, encoded: Mapping[str, Any]) -> Function:
     """Return the function of ``RegionCode.encoded``, whose files lie in a folder of Inductor's and Triton's caches."""
     kernels, launched, libraries = encoded["triton"], iter(encoded["triton"]), iter(encoded["kernels"])
 
-    def cpp(*args: Any, **kwargs: Any) -> Any:
+    def cpp(*args: object, **kwargs: object) -> Callable[..., object]:
         return _library(folder / "inductor" / next(libraries))
 
-    def triton(name: str, source: str, **kwargs: Any) -> Any:
+    def triton(name: str, source: str, **kwargs: object) -> CachingAutotuner:
         return load_kernel(name, source, next(launched))
 
     found = SimpleNamespace(cpp_pybinding=cpp, triton=triton, wait=lambda all: None)
@@ -222,7 +228,7 @@ def load_code(folder: Path, encoded: Mapping[str, Any]) -> Function:
     return _aligning(function, encoded["aligned"], encoded["written"]) if encoded["aligned"] else function
 
 
-def _run(path: Path, async_compile: Any) -> dict[str, Any]:
+def _run(path: Path, async_compile: SimpleNamespace) -> dict[str, Any]:
     """Run a code file, with values of ours in place of some that it would import, and return its names."""
     given = {
         "extern_kernels": SimpleNamespace(**_EXTERN),
@@ -238,7 +244,7 @@ def _align(nbytes: int) -> int:
     return (nbytes + 63) & -64
 
 
-def _library(path: Path) -> Any:
+def _library(path: Path) -> Callable[..., object]:
     """Return a C++ kernel, under the name by which Inductor would find it loaded."""
     address = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr")  # noqa: B009
     os.environ[_ADDRESS] = str(address)
@@ -250,7 +256,8 @@ def _library(path: Path) -> Any:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    return module.kernel
+    kernel: Callable[..., object] = module.kernel
+    return kernel
 
 
 def _aligning(function: Function, checked: Sequence[int], written: Sequence[int]) -> Function:

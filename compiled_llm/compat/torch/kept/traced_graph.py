@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext
+
+if TYPE_CHECKING:
+    from torch._guards import Source
+    from torch.utils._sympy.value_ranges import ValueRanges
+
 
 Size = int | str
 """A number, or an expression of symbols."""
@@ -107,12 +112,12 @@ def _python(expression: Any) -> str:
     return str(PythonPrinter().doprint(expression))
 
 
-def _range(bounds: Any) -> tuple[int, int | None]:
+def _range(bounds: ValueRanges[Any]) -> tuple[int, int | None]:
     upper = bounds.upper
     return int(bounds.lower), int(upper) if upper.is_Integer else None
 
 
-def _words(source: Any) -> str:
+def _words(source: Source) -> str:
     name = source.name
     return str(name() if callable(name) else name)
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
 
 _NEEDED = (".json", ".cubin")
 """The endings of files that Triton loads a kernel from; the others are what it was made of."""
@@ -23,7 +27,7 @@ _TUNING = ("dynamic_scale_rblock", "coordinate_descent_tuning", "combo_tuning_gr
 class TritonKernel(NamedTuple):
     """A kernel of a code file, as this process runs it."""
 
-    kernel: Any  # Inductor's ``CachingAutotuner``
+    kernel: CachingAutotuner
     source: str  # its module, as the code file has it
 
     @property
@@ -62,7 +66,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def load_kernel(name: str, source: str, encoded: Mapping[str, Any]) -> Any:
+def load_kernel(name: str, source: str, encoded: Mapping[str, Any]) -> CachingAutotuner:
     """Return a kernel of ``TritonKernel.encoded``, from where ``kernels_in`` says; ValueError if Triton has another."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime import compile_tasks
@@ -70,7 +74,10 @@ def load_kernel(name: str, source: str, encoded: Mapping[str, Any]) -> Any:
     for choose in ("_set_triton_ptxas_path", "_set_triton_libdevice_path"):  # the latter from torch 2.12 on
         getattr(compile_tasks, choose, lambda: None)()
     key, path = PyCodeCache.write(source)
-    kernel = getattr(compile_tasks._reload_python_module(key, path), name)  # of this code alone, unlike torch's
+    kernel: CachingAutotuner = getattr(
+        compile_tasks._reload_python_module(key, path), name
+    )  # of this code alone, unlike torch's
+    assert kernel.configs is not None, "its module has just been loaded"
     config = copy.copy(kernel.configs[0])
     vars(config).update(encoded["tiling"])
     kernel.configs = [config]

@@ -7,7 +7,6 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
 
 from compiled_llm.model.version.functions import names_in, with_inner
 
@@ -30,7 +29,7 @@ def code_digest(code: CodeType) -> str:
     return digest(repr((code.co_code, handlers, names, counts, _constant(code.co_consts))))
 
 
-def _constant(value: Any) -> str:
+def _constant(value: object) -> str:
     if isinstance(value, CodeType):
         return code_digest(value)
     if isinstance(value, tuple):
@@ -70,7 +69,7 @@ def imports(code: CodeType) -> bool:
     return any(_IMPORT in each.co_code[::2] for each in with_inner(code))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (tuple, frozenset)):

@@ -46,7 +46,7 @@ def entries_of(visit: Visit, value: Mapping[Any, Any], where: str) -> str:
 def around(*parts: str) -> Describe:
     """Return what describes an object by some attributes, which are all that it is."""
 
-    def describe(visit: Visit, value: Any, where: str) -> str:
+    def describe(visit: Visit, value: object, where: str) -> str:
         visit.open(value)
         with visit.watching(True):
             return f"{type(value).__name__}{visit.describe_all(where, [getattr(value, part) for part in parts])}"

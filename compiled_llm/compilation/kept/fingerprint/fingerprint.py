@@ -139,7 +139,7 @@ def _walk(walk: Walk, function: Callable[..., Any], arguments: Mapping[str, Any]
     return None
 
 
-def _kinds_in(value: Any) -> Iterator[type]:
+def _kinds_in(value: object) -> Iterator[type]:
     """Yield the classes of a value and of those inside it, each once; of tensors and plain values none."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         yield type(value)
@@ -194,7 +194,7 @@ def _is_of_library(code: CodeType) -> bool:
     return code.co_filename.startswith(("<frozen", *_LIBRARIES))
 
 
-def _unknown_call(target: Any) -> str | None:
+def _unknown_call(target: object) -> str | None:
     """Return the name of a function that a graph calls, unless it is an operation of torch's or of ours."""
     if isinstance(target, torch._ops.OpOverload):
         return None if target.namespace in _OPS else str(target)

@@ -55,7 +55,7 @@ def reads_more(function: FunctionType) -> bool:
     return bool(read) or imports(function.__code__) or not all(map(is_plain, held))
 
 
-def _describe_held(visit: Visit, value: Any, where: str) -> str:
+def _describe_held(visit: Visit, value: object, where: str) -> str:
     """Describe what a function holds that was not traced: the objects of its decorators are nobody's input."""
     if is_plain(value) or isinstance(value, FunctionType):
         return visit.describe(value, where)

@@ -53,7 +53,7 @@ def describe_object(visit: Visit, value: Any, where: str) -> str:
     return visit.later(value, f"the {kind.__name__} of {where}", partial(_parts, visit, value))
 
 
-def _parts(visit: Visit, value: Any, name: str) -> str:
+def _parts(visit: Visit, value: object, name: str) -> str:
     own: dict[str, Any] = getattr(value, "__dict__", {})
     slots = {slot: getattr(value, slot) for base in type(value).__mro__ for slot in _slots_of(base, value)}
     visit.watch(value, ["__class__", *(slot for slot, held in slots.items() if visit.is_described(slot, held))])

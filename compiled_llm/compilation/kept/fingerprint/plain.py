@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ def is_plain(value: object) -> bool:
     return type(value) in (tuple, frozenset) and all(map(is_plain, value))  # type: ignore[call-overload]
 
 
-def path_of(value: Any) -> str:
+def path_of(value: object) -> str:
     """Return the module and the name of a class or function."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     return f"{module}.{name or getattr(value, '__name__', None) or value}"

@@ -7,7 +7,6 @@ import platform
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -76,7 +75,7 @@ def _own_files() -> Iterator[str]:
                 yield f"{path.relative_to(folder)} {digest(path.read_text('utf-8', 'surrogateescape'))}"
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     """Describe a setting: a container by its entries, a class by its name, any other value by its words."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_in_words(key)}: {_in_words(entry)}' for key, entry in value.items())}}}"

@@ -84,7 +84,7 @@ class Visit:
 
     # ---- for those that describe values
 
-    def describe(self, value: Any, where: str) -> str:
+    def describe(self, value: object, where: str) -> str:
         """Describe a value in words that are the same for equal ones; objects get entries of their own."""
         kind = type(value)
         if kind in PLAIN:

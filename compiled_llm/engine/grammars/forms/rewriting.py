@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from compiled_llm.engine.grammars.forms import patterns
@@ -41,6 +41,7 @@ from compiled_llm.engine.grammars.forms.leaves import (
 _STRINGS: Leaves = [{"type": "string"}]
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 _MOST_APART = 100  # alternatives each of which is compared with all others
+Value = TypeVar("Value")
 _EXACT = 10**15  # fractions are smaller: xgrammar writes six digits after the point, and a float has 15 in all
 
 
@@ -397,7 +398,7 @@ def _checked_number(leaf: Leaf) -> Leaf:
     return leaf
 
 
-def _checked_value(given: Any) -> Any:
+def _checked_value(given: Value) -> Value:
     """Return a value that an answer may have to be; NotFollowedError if a number in it has too many digits."""
     waiting = [given]
     while waiting:
