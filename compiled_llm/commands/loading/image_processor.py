@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import AutoConfig
@@ -11,12 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils.hub import cached_file
 
 from compiled_llm.commands.loading.source import Source
-from compiled_llm.engine.parts import IMAGES
+from compiled_llm.engine.parts import IMAGES, MultimodalProcessor
 from compiled_llm.features import needed
-
-if TYPE_CHECKING:
-    from transformers import ProcessorMixin
-
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -36,17 +32,17 @@ def seeing_place(source: Source) -> str:
     return place
 
 
-def encode_seen(processor: ProcessorMixin, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def encode_seen(processor: MultimodalProcessor, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return what a processor makes of messages with files; ValueError if one is no image."""
     token = getattr(processor, "image_token_id", -1)
     return needed(IMAGES).inputs_of(messages, processor, token)
 
 
-def load_processor(place: str) -> ProcessorMixin:
+def load_processor(place: str) -> MultimodalProcessor:
     from transformers import AutoProcessor
 
-    processor: ProcessorMixin = AutoProcessor.from_pretrained(place, trust_remote_code=False)
-    return processor
+    # No class of HuggingFace's says what it takes: each processor names its own inputs.
+    return cast("MultimodalProcessor", AutoProcessor.from_pretrained(place, trust_remote_code=False))
 
 
 def _has(location: str, name: str) -> bool:

@@ -80,6 +80,7 @@ class _StreamDetokenizer(Detokenizer):
 
     def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
         super().__init__(decoder, skip_special_tokens)
+        assert decoder.backend is not None, "others decode by windows"
         self._backend = decoder.backend
         self._new = functools.partial(DecodeStream, skip_special_tokens=skip_special_tokens)
         self._stream = self._new()
