@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from compiled_llm.kvcache.row import Row
 
 
-class EmittedOutputs(Protocol):
+class GivenOutputs(Protocol):
     """What a call's tokens have emitted."""
 
     def put_into(self, output: ModelOutput) -> None: ...
-    def map(self, change: Callable[[Tensor], Tensor]) -> EmittedOutputs: ...
+    def map(self, change: Callable[[Tensor], Tensor]) -> GivenOutputs: ...
     @classmethod
-    def joined(cls, parts: Sequence[Any]) -> EmittedOutputs:
+    def joined(cls, parts: Sequence[Any]) -> GivenOutputs:
         """Return those of several parts of a batch, in their order."""
         ...
 
@@ -53,7 +53,7 @@ class MoreOutputs(Protocol):
 
     def reading(
         self, generate_loop: GenerateLoop, rows: Sequence[RowUpdate], first: int, new: int
-    ) -> AbstractContextManager[Callable[[], EmittedOutputs]]:
+    ) -> AbstractContextManager[Callable[[], GivenOutputs]]:
         """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
         ...
 

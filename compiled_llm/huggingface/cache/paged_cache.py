@@ -34,7 +34,7 @@ from compiled_llm.huggingface.cache.cache_columns import (
 )
 from compiled_llm.huggingface.cache.extra_columns import ExtraColumns
 from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
-from compiled_llm.huggingface.cache.more_outputs import EmittedOutputs, MoreOutputs
+from compiled_llm.huggingface.cache.more_outputs import GivenOutputs, MoreOutputs
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kinds.kind import places_beside
 from compiled_llm.kinds.registry import add_states
@@ -291,7 +291,7 @@ class PagedCache(Cache):
         extra: ExtraColumns | None = None,
         counts_unmasked: bool = False,
         wanted: MoreOutputs | None = None,
-    ) -> tuple[Tensor, EmittedOutputs | None]:
+    ) -> tuple[Tensor, GivenOutputs | None]:
         """Store new tokens; return their ``[B, Q', V]`` logits, zeros for masked tokens, and what else is ``wanted``.
 
         Args:
@@ -340,7 +340,7 @@ class PagedCache(Cache):
 
     def _decode(
         self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: MoreOutputs | None
-    ) -> tuple[Tensor, EmittedOutputs | None]:
+    ) -> tuple[Tensor, GivenOutputs | None]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         self.model_runner.expect_changes()  # since the last forward
         with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as outputs:
@@ -349,7 +349,7 @@ class PagedCache(Cache):
 
     def _reading(
         self, wanted: MoreOutputs | None, rows: Sequence[RowUpdate], first: int, new: int
-    ) -> AbstractContextManager[Callable[[], EmittedOutputs | None]]:
+    ) -> AbstractContextManager[Callable[[], GivenOutputs | None]]:
         """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
         if wanted is None:
             return nullcontext(lambda: None)
@@ -363,7 +363,7 @@ class PagedCache(Cache):
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
         wanted: MoreOutputs | None,
-    ) -> tuple[Tensor, EmittedOutputs | None]:
+    ) -> tuple[Tensor, GivenOutputs | None]:
         first = self.seen
         new = position_ids.shape[1]
         ids = self._known_ids(input_ids)

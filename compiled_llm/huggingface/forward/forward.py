@@ -30,7 +30,7 @@ from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.extra_columns import EmbeddedColumns, ExtraColumns
 from compiled_llm.huggingface.cache.hidden_columns import VisibilityMismatchError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
-from compiled_llm.huggingface.cache.more_outputs import EmittedOutputs, MoreOutputs, more_outputs
+from compiled_llm.huggingface.cache.more_outputs import GivenOutputs, MoreOutputs, more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
@@ -250,7 +250,7 @@ def _computed(
     arguments: Mapping[str, Any],
     keeps: bool,
     wanted: MoreOutputs | None,
-) -> tuple[Tensor, PagedCache | None, EmittedOutputs | None]:
+) -> tuple[Tensor, PagedCache | None, GivenOutputs | None]:
     """Return logits, the cache that holds the tokens, if the call wants one, and what is wanted besides."""
     if given is None and wanted is None and (rows := NewRows.of(runtime, arguments)) is not None:
         return *rows.forward(keeps), None
@@ -304,11 +304,11 @@ def _output_class(original: Callable[..., Any]) -> type[ModelOutput]:
 
 def _score(
     runtime: CompiledModel, arguments: Mapping[str, Any], wanted: MoreOutputs | None
-) -> tuple[Tensor, EmittedOutputs | None]:
+) -> tuple[Tensor, GivenOutputs | None]:
     """Return logits, and what is wanted besides; of at most ``max_batch_size`` rows at a time, and nothing is kept."""
     most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
     logits: list[Tensor] = []
-    emitted: list[EmittedOutputs | None] = []
+    emitted: list[GivenOutputs | None] = []
     for start in range(0, rows, most):
         part = {name: _rows_of(name, value, rows, start, most) for name, value in arguments.items()}
         cache = runtime.new_cache()
@@ -331,7 +331,7 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> object
 
 def _checked_forward(
     runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: MoreOutputs | None
-) -> tuple[Tensor, EmittedOutputs | None]:
+) -> tuple[Tensor, GivenOutputs | None]:
     if not cache.model_runner.is_of(runtime.facts.model):
         raise _foreign(runtime.facts.cache_argument)
     ids, positions, extra = _columns_of(cache.model_runner, arguments)
