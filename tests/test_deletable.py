@@ -23,6 +23,7 @@ CONTROL = "test_drawing.py"
 
 REGISTRIES = {
     "compiled_llm.features": "features, each with its line",
+    "compiled_llm.engine.drafts.config": "methods of drafting, each with its module",
     "compiled_llm": "its public names, which are imported at first use",
     "compiled_llm.commands.doctor.checks": "imports `wrap` to say why that fails, and goes on with no other module",
     "compiled_llm_ops.backends": "the group of entry points, by which others register back ends, has its name",

@@ -112,7 +112,7 @@ class PrefillLaunches:
         logits, tokens = outputs.logits[: len(chunk.keep)], outputs.tokens[: len(chunk.slots)]
         if shape is not None:  # the next one overwrites them
             logits, tokens = logits.clone(), tokens.clone()
-        return outputs._replace(logits=logits, tokens=tokens)
+        return StepOutputs(logits, tokens, outputs.emitted)
 
     def _run_as_it_is(self, chunk: PrefillChunk) -> StepOutputs:
         chunk = self._packer.least_sizes(chunk)
