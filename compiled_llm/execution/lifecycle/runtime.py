@@ -218,9 +218,10 @@ class Runtime:
         """Make pages of a pool and states of rows available, if engines have them, or caches that nobody reaches."""
         # A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
         # paused, or passes from thread to thread. The caller holds the loop lock.
-        if pool.lacks(pages, rows):
-            for engine in list(self.engines):
-                engine.give_back(pages, rows, pool)
+        if not pool.lacks(pages, rows):
+            return
+        for engine in list(self.engines):
+            engine.give_back(pages, rows, pool)
         if pool.lacks(pages, rows):
             # A cache that nobody reaches may be in a cycle: torch leaves some that hold the frames of a call which has
             # waited for a compiler.
