@@ -1,4 +1,4 @@
-"""What features give answers besides tokens, as it comes from an engine process."""
+"""The columns of answers, as they arrive from an engine process: what features give besides tokens."""
 
 from __future__ import annotations
 

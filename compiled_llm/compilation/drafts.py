@@ -88,9 +88,8 @@ def drafted_step(
 
     Returns:
         ``[T, V]`` logits in the model's dtype, ``[T]`` int64, the sampled tokens, or what ``accept_drafts`` has in
-            place of those that do not count; T = B * q, the tokens of a row next to
-            each other. The first token of each row counts; it is ``BAD_COUNTS`` if its drafter is wrong about how many
-            it has proposed.
+            place of those that do not count; T = B * q, the tokens of a row next to each other. The first token of each
+            row counts; it is ``BAD_COUNTS`` if its drafter is wrong about how many it has proposed.
     """
     assert inputs.planned is None, "backends that plan are refused beforehand"
     assert inputs.states is None, "rows with states are refused beforehand"

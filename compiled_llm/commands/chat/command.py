@@ -120,16 +120,20 @@ def _own_model(
     """Load a model, and compile what a chat needs; ValueError or RuntimeError if that cannot be."""
     with importing(not quiet):
         import compiled_llm
-        from compiled_llm.commands.loading.image_processor import encode_seen, load_processor, seeing_place
+        from compiled_llm.commands.loading.image_processor import (
+            encode_with_images,
+            load_processor,
+            required_processor_place,
+        )
         from compiled_llm.commands.loading.load import load
         from compiled_llm.requests.default_sampling import default_sampling
 
     device = options.checked_device()
-    place = seeing_place(source) if sees else None
+    place = required_processor_place(source) if sees else None
     loaded, tokenizer = load(source, options.dtype.value, device, not quiet, sees=place is not None)
     check_template(tokenizer)
     wrapped = cast("Wrapped", compiled_llm.wrap(loaded, **options.wrap_options(device.type, quiet)))
-    encode = None if place is None else partial(encode_seen, load_processor(place))
+    encode = None if place is None else partial(encode_with_images, load_processor(place))
     with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1, tokenizer_eos=True) as engine:
         with Preparation() as preparation:
             engine.warmup(1)

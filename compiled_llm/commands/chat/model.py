@@ -49,7 +49,7 @@ class AnsweringModel(Protocol):
 class ChatModel:
     """An engine in this process; a prompt and its answer may have ``max_tokens``.
 
-    ``encode_seen`` makes inputs of messages with images; None if there can be none.
+    ``encode_with_images`` makes inputs of messages with images; None if there can be none.
     """
 
     engine: Engine | Client
@@ -57,7 +57,7 @@ class ChatModel:
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     sampling: dict[str, int | float]
-    encode_seen: Callable[[Messages], dict[str, Any]] | None = None
+    encode_with_images: Callable[[Messages], dict[str, Any]] | None = None
 
     def refresh(self) -> bool:
         return False
@@ -93,9 +93,9 @@ class ChatModel:
         yield "CUDA graphs", f"{stats.cuda_graphs}, and {stats.cold_starts} waits for something to be compiled"
 
     def _seen(self, messages: Messages) -> dict[str, Any]:
-        if self.encode_seen is None:
+        if self.encode_with_images is None:
             raise ValueError("images: begin the chat with --image FILE, or ask a server by its http:// address")
-        return self.encode_seen(messages)
+        return self.encode_with_images(messages)
 
     def _tokens(self, messages: Messages) -> list[int]:
         check_template(self.tokenizer)

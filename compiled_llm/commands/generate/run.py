@@ -79,17 +79,21 @@ class GenerateRequest(OptionGroup):
 
             import compiled_llm
             from compiled_llm.commands.generate.streamer import AnswerStreamer
-            from compiled_llm.commands.loading.image_processor import encode_seen, load_processor, seeing_place
+            from compiled_llm.commands.loading.image_processor import (
+                encode_with_images,
+                load_processor,
+                required_processor_place,
+            )
             from compiled_llm.commands.loading.load import load
             from compiled_llm.execution.limits import check_fits
 
         device = options.checked_device()
-        place = seeing_place(source) if self.image else None
+        place = required_processor_place(source) if self.image else None
         loaded, tokenizer = load(source, options.dtype.value, device, not self.quiet, sees=place is not None)
         if place is None:
             encoded = encode(tokenizer, prompt, self.chat, self.system)
         else:
-            encoded = encode_seen(load_processor(place), messages_of(prompt, self.system, self.image or []))
+            encoded = encode_with_images(load_processor(place), messages_of(prompt, self.system, self.image or []))
         inputs: dict[str, Any] = {name: tensor.to(loaded.device) for name, tensor in encoded.items()}
         model: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type, self.quiet))
         prompt_tokens = inputs["input_ids"].shape[1]

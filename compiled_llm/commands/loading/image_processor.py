@@ -25,14 +25,14 @@ def processor_place(source: Source) -> str | None:
     return source.location if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
 
 
-def seeing_place(source: Source) -> str:
+def required_processor_place(source: Source) -> str:
     """Return the place of the processor that ``--image`` needs; ValueError if there is none."""
     if (place := processor_place(source)) is None:
         raise ValueError(f"--image: {source.name} reads text alone, or its folder has no processor; leave it out")
     return place
 
 
-def encode_seen(processor: MultimodalProcessor, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def encode_with_images(processor: MultimodalProcessor, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Return what a processor makes of messages with files; ValueError if one is no image."""
     token = getattr(processor, "image_token_id", -1)
     return needed(IMAGES).inputs_of(messages, processor, token)

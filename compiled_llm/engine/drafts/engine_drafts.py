@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_llm.compilation.drafts import Drafter
 from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.drafts.config import METHODS, SpeculativeConfig
 from compiled_llm.engine.loop_settings import LoopSettings
@@ -19,7 +19,7 @@ from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Drafting
 from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts, DraftSettings
-from compiled_llm.execution.drafts.texts import texts_of
+from compiled_llm.execution.drafts.texts import Texts, texts_of
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report
 from compiled_llm.execution.model_runner import ModelRunner
@@ -95,11 +95,14 @@ class EngineDrafts:
 
 
 def _drafts_of(
-    config: SpeculativeConfig, model_runner: ModelRunner, text_of: Callable[[Row], NDArray[np.int64]], **heard: Any
+    config: SpeculativeConfig,
+    model_runner: ModelRunner,
+    text_of: Callable[[Row], NDArray[np.int64]],
+    heard: Callable[[AcceptedTokens], None],
 ) -> Drafts:
     settings = DraftSettings(config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min)
-    module = import_module(METHODS[config.method][0])
-    return Drafts(model_runner, settings, text_of, module.drafter_of, config.method, **heard)
+    drafter_of: Callable[[Texts], Drafter] = import_module(METHODS[config.method][0]).drafter_of
+    return Drafts(model_runner, settings, text_of, drafter_of, config.method, heard=heard)
 
 
 def check_memory(runtime: Runtime, rows: int) -> None:
@@ -119,7 +122,7 @@ def prepare(model_runner: ModelRunner, config: SpeculativeConfig, rows: Iterable
     """Compile the steps that guess for so many rows, and on CUDA capture those of the fewest rows, while none runs."""
 
     def drafts_of(model_runner: ModelRunner) -> Drafts:
-        return _drafts_of(config, model_runner, lambda row: np.zeros(0, dtype=np.int64))
+        return _drafts_of(config, model_runner, lambda row: np.zeros(0, dtype=np.int64), lambda accepted: None)
 
     steps, thread, drafts = model_runner.steps, model_runner.thread, drafts_of(model_runner)
     numbers = [number for number in drafts.sizes if number > 1]

@@ -77,9 +77,9 @@ def _part(part: object, processor: MultimodalProcessor) -> object:
     return {"type": "image", "image": _given(part["image"], processor)}
 
 
-def _given(given: object, processor: object) -> Image:
+def _given(source: object, processor: object) -> Image:
     """Return an image as the processor is given it; ValueError if it cannot be had, or is made too large."""
-    image = opened(given)
+    image = opened(source)
     image_processor = getattr(processor, "image_processor", None)
     if (why := oversized(image_processor, *image.size, MOST_PIXELS)) is not None:
         raise ValueError(f"prompt: an image {why}")

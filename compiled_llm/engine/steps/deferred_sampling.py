@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
@@ -40,9 +42,7 @@ class Constrained:
         masked = [each for each in members if each.constraint.masked]
         self.masked = sorted(masked, key=lambda each: each.constraint.form is None)
         self.rows = [each.row for each in self.masked]
-        # the masks that these came in with
-        settings = [each.request.sampling for each in self.masked]
-        self.masks = [own.mask for own in settings if own is not None and own.mask is not None]
+        self.masks = [_mask_of(each.request) for each in self.masked]  # that these came in with
         self.matchers = [form.matcher for form in self.forms]
         # places in ``masked`` of those whose settings may bar more
         self.narrowed = [at for at, each in enumerate(self.masked) if _may_bar_more(each.constraint)]
@@ -152,6 +152,12 @@ class LateSampling:
         if masks is not None and not masks.bits[masks.rows.index(row)].any():
             return True
         return token != NOT_A_TOKEN and constraint.form is not None and not constraint.form.accepts(token)
+
+
+def _mask_of(request: Request) -> NDArray[np.int32]:
+    assert request.sampling is not None, "its constraint was applied to its settings"
+    assert request.sampling.mask is not None, "each of its tokens has a mask"
+    return request.sampling.mask
 
 
 def _may_bar_more(constraint: Constraint) -> bool:

@@ -74,9 +74,8 @@ def load_kernel(name: str, source: str, encoded: Mapping[str, Any]) -> CachingAu
     for choose in ("_set_triton_ptxas_path", "_set_triton_libdevice_path"):  # the latter from torch 2.12 on
         getattr(compile_tasks, choose, lambda: None)()
     key, path = PyCodeCache.write(source)
-    kernel: CachingAutotuner = getattr(
-        compile_tasks._reload_python_module(key, path), name
-    )  # of this code alone, unlike torch's
+    module = compile_tasks._reload_python_module(key, path)  # of this code alone, unlike torch's
+    kernel: CachingAutotuner = getattr(module, name)
     assert kernel.configs is not None, "its module has just been loaded"
     config = copy.copy(kernel.configs[0])
     vars(config).update(encoded["tiling"])
